@@ -1,0 +1,1 @@
+"""What crosses a wire: subjects, messages, records. Imports nothing of ours."""

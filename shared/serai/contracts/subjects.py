@@ -1,0 +1,88 @@
+"""Subject names and KV buckets, each with the message type that travels on it. No other module spells a subject.
+
+| subject                | from → to              | message                                            |
+|------------------------|------------------------|----------------------------------------------------|
+| `session.<session>`    | agent → all            | `SessionRecord`; the registry acks with the joined one |
+| `status.<session>`     | agent → all            | `SessionStatus`, about once a second, may be lost  |
+| `inference.<session>`  | ingress → one agent    | frames: request, body, credit                      |
+| `cancel.<session>`     | ingress → one agent    | frame: cancel                                      |
+| `<inbox>.<stream>`     | agent → one ingress    | frames: alive, head, data, end, error, body credit |
+| `registry.snapshot`    | anyone → registry      | `SnapshotRequest`, answered with `SnapshotPage`    |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from serai.contracts.inference import Frame
+from serai.contracts.registry import SnapshotRequest
+from serai.contracts.session_record import SessionRecord
+from serai.contracts.status import SessionStatus
+
+T = TypeVar("T")
+
+_SAFE = re.compile(rb"[A-Za-z0-9_-]")
+_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+|=")
+
+
+def to_token(name: str) -> str:
+    """Any text as one token that is valid in a NATS subject and in a KV key; `from_token` gives the text back.
+
+    Letters, digits, `_` and `-` stay as they are; every other byte of the UTF-8 form becomes `=XX`; the empty text
+    becomes `=`. Needed because `.` splits subjects and `:` is forbidden in KV keys ("Qwen2.5", "llama:8b").
+    """
+    if not name:
+        return "="
+    return "".join(chr(b) if _SAFE.match(bytes((b,))) else f"={b:02X}" for b in name.encode())
+
+
+def from_token(token: str) -> str:
+    """The text that `to_token` made `token` from. Raises ValueError when no text did."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"not a token made by to_token: {token!r}")
+    if token == "=":
+        return ""
+    raw = bytearray()
+    position = 0
+    while position < len(token):
+        if token[position] == "=":
+            raw.append(int(token[position + 1 : position + 3], 16))
+            position += 3
+        else:
+            raw.append(ord(token[position]))
+            position += 1
+    return raw.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject(Generic[T]):
+    """A family of subjects `<hop>.<session>` (or just `<hop>`) and the type of the message on it."""
+
+    hop: str
+    message: type[T]
+
+    @property
+    def name(self) -> str:
+        """The subject of a hop that has no session in it."""
+        return self.hop
+
+    def of(self, session: str) -> str:
+        """The subject of one session. Session ids are tokens already (`session_record.new_session_id`)."""
+        return f"{self.hop}.{session}"
+
+    @property
+    def every(self) -> str:
+        """The wildcard that matches this hop for every session."""
+        return f"{self.hop}.*"
+
+
+SESSION: Subject[SessionRecord] = Subject("session", SessionRecord)
+STATUS: Subject[SessionStatus] = Subject("status", SessionStatus)
+INFERENCE: Subject[Frame] = Subject("inference", Frame)
+CANCEL: Subject[Frame] = Subject("cancel", Frame)
+SNAPSHOT: Subject[SnapshotRequest] = Subject("registry.snapshot", SnapshotRequest)
+
+SESSIONS_BUCKET = "serai_sessions"
+"""KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
