@@ -6,7 +6,7 @@ message when they are ready in the same instant. The layout is in `codec.py`.
 Upstream (ingress → agent)                       Downstream (agent → ingress, on the request's reply subject)
   REQUEST      json `InferenceRequest`             ALIVE        taken, still at work (sent at least once a second)
   BODY         raw bytes, sequence 0, 1, …         BODY_CREDIT  sequence = how many BODY frames may be sent in all
-  CREDIT       sequence = DATA bytes consumed      HEAD         json `ResponseHead`, sequence 0
+  CREDIT       sequence = KiB of DATA consumed      HEAD         json `ResponseHead`, sequence 0
   CANCEL       (on `cancel.<session>`)             DATA         raw bytes, sequence 1, 2, …
                                                    END          json `ResponseEnd`; the only whole end
                                                    ERROR        json `InferenceFailure`; the other end

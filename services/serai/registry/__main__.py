@@ -1,0 +1,43 @@
+"""`serai registry`: the one place where the registry's real collaborators are made."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from serai.registry.service import Registry
+from serai.registry.settings import RegistrySettings
+from serai.runtime.nats_bus import NatsBus
+from serai.runtime.service import run_service, serve_metrics, watch_bus
+from serai.runtime.settings import add_settings, read_settings
+from serai.runtime.telemetry import set_up_logs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, RegistrySettings)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = read_settings(RegistrySettings, arguments)
+    set_up_logs("registry", settings.log_level, json=settings.log_json)
+
+    async def main(stop: asyncio.Event) -> None:
+        bus = await NatsBus.connect(settings.nats, f"registry-{os.getpid()}")
+        try:
+            async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):
+                await Registry(settings, bus).run(stop)
+        finally:
+            await bus.aclose()
+
+    return run_service("registry", main)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="serai registry", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""`serai agent --model NAME -- COMMAND…`: the one place where the agent's real collaborators are made."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from serai.runtime.nats_bus import NatsBus
+from serai.runtime.service import run_service, serve_metrics, watch_bus
+from serai.runtime.settings import add_settings, read_settings, refuse
+from serai.runtime.telemetry import set_up_logs, set_up_traces
+from serai.worker_agent.engine.kinds import engine_of
+from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.settings import AgentSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, AgentSettings)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the engine's command")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = read_settings(AgentSettings, arguments)
+    command = [word for index, word in enumerate(arguments.command) if index or word != "--"]
+    if bool(command) == bool(settings.engine_url):
+        refuse("give the engine's command after `--`, or --engine-url for one that runs already (one of the two)")
+    engine = engine_of(settings.engine, command)
+    set_up_logs("agent", settings.log_level, json=settings.log_json)
+
+    async def main(stop: asyncio.Event) -> None:
+        bus = await NatsBus.connect(settings.nats, f"agent-{os.getpid()}")
+        tracing = set_up_traces("agent")
+        try:
+            async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):
+                await WorkerAgent(settings, engine, command, bus, tracing).run(stop)
+        finally:
+            await bus.aclose()
+            tracing.close()
+
+    return run_service("agent", main)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="serai agent", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,240 @@
+"""Where requests arrive: joins their frames, gives them to the engine, and watches over those that run.
+
+Every request that is here is in `_exchanges` and nowhere else: the in-flight count is its length, so it cannot leak.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from opentelemetry.trace import SpanKind
+from prometheus_client import Counter, Gauge, Histogram
+
+from serai.contracts.codec import MalformedMessage, decode, decode_frames
+from serai.contracts.inference import FailureCode, Frame, FrameKind, InferenceRequest
+from serai.runtime.bus import Message
+from serai.runtime.http1 import HttpPool, request_head
+from serai.runtime.telemetry import Tracing, context_of
+from serai.worker_agent.exchange import Exchange
+from serai.worker_agent.outbox import Outbox
+
+log = structlog.get_logger()
+
+ALIVE_EVERY_S = 0.45
+"""A request from which nothing was sent for so long gets an ALIVE frame at the next look (`watch`)."""
+WATCH_EVERY_S = 0.5
+CREDIT_STARVED_S = 60.0
+BODY_FRAMES_AHEAD = 8
+"""How many BODY frames may be on their way beyond those received."""
+
+REQUESTS = Counter("serai_agent_requests_total", "Requests that ended, by outcome", ["outcome"])
+IN_FLIGHT = Gauge("serai_agent_requests_in_flight", "Requests held now")
+FIRST_BYTE = Histogram(
+    "serai_agent_engine_first_byte_seconds",
+    "Request posted to the engine until the first byte of its answer",
+    buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeskLimits:
+    """What the agent takes at once; more is refused at once, with the reason."""
+
+    concurrency_max: int = 1024
+    body_bytes_max: int = 32 * 1024 * 1024
+    body_bytes_total_max: int = 512 * 1024 * 1024
+    engine_silence_s: float = 600.0
+
+
+class Desk:
+    """Handlers for `inference` and `cancel`; bus callbacks, so nothing here waits."""
+
+    def __init__(
+        self,
+        pool: HttpPool,
+        outbox: Outbox,
+        limits: DeskLimits,
+        tracing: Tracing,
+        engine_headers: dict[str, str],
+    ) -> None:
+        self._pool = pool
+        self._outbox = outbox
+        self._limits = limits
+        self._tracing = tracing
+        self._engine_headers = engine_headers
+        self._exchanges: dict[tuple[str, int], Exchange] = {}
+        self.closed_because: tuple[FailureCode, str] | None = None
+        """Set while no new request may start; the reason goes back with each refusal."""
+        self.requests_total = 0
+        self.output_bytes_total = 0
+        self.on_empty: Callable[[], None] = lambda: None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._exchanges)
+
+    # -- bus handlers --------------------------------------------------------------------------------------------
+
+    def on_inference(self, message: Message) -> None:
+        """Frames of requests: REQUEST opens one, BODY completes it, CREDIT lets its answer go on."""
+        try:
+            frames = decode_frames(message.data)
+        except MalformedMessage as error:
+            log.warning("inference.malformed", error=str(error), reply=message.reply)
+            return
+        for frame in frames:
+            if frame.kind == FrameKind.REQUEST:
+                self._open(message.reply, frame)
+                continue
+            exchange = self._exchanges.get((message.reply, frame.attempt))
+            if exchange is None:
+                continue  # It ended here already; the frame crossed that news on the way.
+            if frame.kind == FrameKind.BODY:
+                self._add_body(exchange, frame)
+            elif frame.kind == FrameKind.CREDIT:
+                exchange.confirm(frame.sequence)
+
+    def on_cancel(self, message: Message) -> None:
+        """The ingress gives up on requests: their engine connections close at once."""
+        try:
+            frames = decode_frames(message.data)
+        except MalformedMessage as error:
+            log.warning("cancel.malformed", error=str(error), reply=message.reply)
+            return
+        for frame in frames:
+            if exchange := self._exchanges.get((message.reply, frame.attempt)):
+                exchange.cancel()
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """To be called every WATCH_EVERY_S seconds: signs of life, deadlines, silence, starvation."""
+        now = time.monotonic()
+        for exchange in tuple(self._exchanges.values()):
+            if now > exchange.deadline_at_s:
+                exchange.fail(FailureCode.DEADLINE, f"not finished within {exchange.request.deadline_s:g} s")
+            elif exchange.paused_at_s is not None:
+                if now - exchange.paused_at_s > CREDIT_STARVED_S:
+                    exchange.fail(FailureCode.CREDIT_STARVED, f"the reader took nothing for {CREDIT_STARVED_S:g} s")
+                    continue
+            elif now - exchange.last_engine_byte_at_s > self._limits.engine_silence_s:
+                exchange.fail(
+                    FailureCode.ENGINE_SILENT, f"the engine sent nothing for {self._limits.engine_silence_s:g} s"
+                )
+            if not exchange.done and now - exchange.last_frame_at_s > ALIVE_EVERY_S:
+                exchange.control(FrameKind.ALIVE)
+
+    def fail_all(self, code: FailureCode, message: str, *, retry_safe: bool = False) -> None:
+        """Ends every request that is here."""
+        for exchange in tuple(self._exchanges.values()):
+            exchange.fail(code, message, retry_safe=retry_safe and exchange.status == 0)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _open(self, reply: str, frame: Frame) -> None:
+        key = (reply, frame.attempt)
+        if not reply or key in self._exchanges:
+            log.warning("inference.duplicate", reply=reply, attempt=frame.attempt)
+            return
+        try:
+            request = decode(InferenceRequest, frame.payload)
+        except MalformedMessage as error:
+            placeholder = InferenceRequest("", "", 0, 0, 0, 0.0)
+            exchange = Exchange(reply, frame.stream, frame.attempt, placeholder, self._outbox, self._on_done)
+            exchange.fail(FailureCode.BAD_REQUEST_FRAME, str(error))
+            return
+        exchange = Exchange(reply, frame.stream, frame.attempt, request, self._outbox, self._on_done)
+        if refusal := self._refusal(request):
+            code, text = refusal
+            exchange.fail(
+                code,
+                text,
+                retry_safe=code is not FailureCode.BODY_TOO_LARGE,
+                retry_after_s=1.0 if code is FailureCode.BUSY else None,
+            )
+            return
+        self._exchanges[key] = exchange
+        IN_FLIGHT.set(len(self._exchanges))
+        if request.body_frames == 0:
+            self._post(exchange)
+        elif request.body_frames > 1:
+            exchange.control(FrameKind.BODY_CREDIT, 1 + BODY_FRAMES_AHEAD)
+
+    def _refusal(self, request: InferenceRequest) -> tuple[FailureCode, str] | None:
+        limits = self._limits
+        if self.closed_because is not None:
+            return self.closed_because
+        if len(self._exchanges) >= limits.concurrency_max:
+            return FailureCode.BUSY, f"{limits.concurrency_max} requests are running here already"
+        if request.body_bytes > limits.body_bytes_max:
+            return FailureCode.BODY_TOO_LARGE, f"body of {request.body_bytes} bytes; at most {limits.body_bytes_max}"
+        if request.body_frames > 1:
+            held = sum(exchange.body_bytes for exchange in self._exchanges.values())
+            if held + request.body_bytes > limits.body_bytes_total_max:
+                return FailureCode.BUSY, f"bodies of {held} bytes are held here already"
+        return None
+
+    def _add_body(self, exchange: Exchange, frame: Frame) -> None:
+        request = exchange.request
+        if frame.sequence != len(exchange.body) or frame.sequence >= request.body_frames:
+            exchange.fail(FailureCode.FRAME_GAP, f"body frame {frame.sequence} instead of {len(exchange.body)}")
+            return
+        exchange.body.append(frame.payload)
+        exchange.body_bytes += len(frame.payload)
+        received = len(exchange.body)
+        if received < request.body_frames:
+            if received % (BODY_FRAMES_AHEAD // 2) == 0:
+                exchange.control(FrameKind.BODY_CREDIT, received + BODY_FRAMES_AHEAD)
+        elif exchange.body_bytes != request.body_bytes:
+            exchange.fail(
+                FailureCode.BAD_REQUEST_FRAME, f"{exchange.body_bytes} body bytes instead of {request.body_bytes}"
+            )
+        else:
+            self._post(exchange)
+
+    def _post(self, exchange: Exchange) -> None:
+        request = exchange.request
+        headers = request.headers | self._engine_headers
+        if request.traceparent:
+            headers["traceparent"] = request.traceparent
+        try:
+            head = request_head(self._pool.origin, request.method, request.path, headers, exchange.body_bytes)
+        except ValueError as error:
+            exchange.fail(FailureCode.BAD_REQUEST_FRAME, str(error))
+            return
+        self._pool.start((head, *exchange.body), exchange, exchange.lent)
+
+    def _on_done(self, exchange: Exchange, code: FailureCode | None) -> None:
+        self._exchanges.pop((exchange.reply, exchange.attempt), None)
+        IN_FLIGHT.set(len(self._exchanges))
+        self.requests_total += 1
+        self.output_bytes_total += exchange.sent_bytes
+        REQUESTS.labels(code or "ok").inc()
+        if exchange.first_byte_at_s:
+            FIRST_BYTE.observe(exchange.first_byte_at_s - exchange.posted_at_s)
+        if exchange.request.traceparent:
+            self._trace(exchange, code)
+        if not self._exchanges:
+            self.on_empty()
+
+    def _trace(self, exchange: Exchange, code: FailureCode | None) -> None:
+        parent, sampled = self._tracing.incoming(exchange.request.traceparent)
+        if not sampled:
+            return
+        offset_ns = exchange.received_ns - round(exchange.received_at_s * 1e9)
+        end_ns = offset_ns + time.monotonic_ns()
+        span = self._tracing.start("inference", parent, SpanKind.CONSUMER, exchange.received_ns)
+        span.set_attribute("serai.request_id", exchange.request.request_id)
+        if code is not None:
+            span.set_attribute("error.type", str(code))
+        if exchange.posted_at_s:
+            posted_ns = offset_ns + round(exchange.posted_at_s * 1e9)
+            engine = self._tracing.start("engine", context_of(span), SpanKind.CLIENT, posted_ns)
+            engine.set_attribute("http.response.status_code", exchange.status)
+            if exchange.first_byte_at_s:
+                engine.add_event("first byte", timestamp=offset_ns + round(exchange.first_byte_at_s * 1e9))
+            engine.end(end_ns)
+        span.end(end_ns)

@@ -1,0 +1,45 @@
+"""What the agent needs to know of an engine kind. All of them speak the OpenAI API over HTTP on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class NotServing(Exception):
+    """The engine does not serve yet; the text says what is missing."""
+
+
+class EngineMisconfigured(Exception):
+    """The engine runs but will never serve what was asked for; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a running engine says of the model it serves."""
+
+    engine_model: str
+    """The name the engine answers to."""
+    context_tokens_max: int = 0
+    """0 = it does not say."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Its own entry in /v1/models, for the fingerprint."""
+
+
+class Engine(Protocol):
+    """One engine kind; stateless."""
+
+    kind: str
+
+    def recognises(self, command: Sequence[str]) -> bool:
+        """Whether `command` starts an engine of this kind."""
+
+    def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
+        """`command` so that the engine listens on `host:port`. Raises EngineMisconfigured when it cannot be told."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables the engine gets beside its parent's."""
+
+    def served(self, models: dict[str, Any], wanted: str) -> ServedModel:
+        """From the body of GET /v1/models. Raises NotServing or EngineMisconfigured."""

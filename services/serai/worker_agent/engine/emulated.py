@@ -1,0 +1,21 @@
+"""The emulated engine: an engine in time and protocol, without a model (`serai engine emulate`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
+
+
+class EmulatedEngine(OpenAiEngine):
+    """Takes `--host` and `--port`."""
+
+    kind = "emulated"
+
+    def recognises(self, command: Sequence[str]) -> bool:
+        return (program(command) == "serai" and tuple(command[1:3]) == ("engine", "emulate")) or runs_module(
+            command, "serai.engine_emulator"
+        )
+
+    def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
+        return with_port_flags(command, host, port)

@@ -1,0 +1,59 @@
+"""`serai engine llamacpp`: llama.cpp's own HTTP server, from the xllamacpp wheel, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-file", type=Path, required=True, help="GGUF file")
+    parser.add_argument("--alias", required=True, help="name the model is served under")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--parallel", type=int, default=4, help="requests decoded at once (default: 4)")
+    parser.add_argument("--context-tokens", type=int, default=2048, help="context of each of them (default: 2048)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until SIGTERM or SIGINT. Returns 2 when the model file is not there or xllamacpp is not installed."""
+    if not arguments.model_file.is_file():
+        sys.stderr.write(f"serai engine llamacpp: no such model file: {arguments.model_file}\n")
+        return 2
+    try:
+        import xllamacpp
+    except ImportError:
+        sys.stderr.write("serai engine llamacpp: needs xllamacpp; install it with: pip install 'serai[local]'\n")
+        return 2
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(arguments.model_file)
+    parameters.model_alias = [arguments.alias]
+    parameters.hostnames = [arguments.host]
+    parameters.port = arguments.port
+    parameters.n_parallel = arguments.parallel
+    parameters.n_ctx = arguments.context_tokens * arguments.parallel
+    parameters.cpuparams.n_threads = arguments.threads
+    parameters.endpoint_metrics = True
+    server = xllamacpp.Server(parameters)
+    sys.stderr.write(f"llama.cpp serves {arguments.alias} at {server.listening_address}\n")
+    stop.wait()
+    # The server's threads do not end by themselves while a request runs; the requests have been ended by the agent.
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="serai engine llamacpp", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,23 @@
+"""vLLM: `vllm serve …`, or its API server as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
+
+
+class VllmEngine(OpenAiEngine):
+    """Takes `--host` and `--port`; lists `max_model_len`; aborts a request when its connection closes."""
+
+    kind = "vllm"
+
+    def recognises(self, command: Sequence[str]) -> bool:
+        return (program(command) == "vllm" and "serve" in command) or runs_module(command, "vllm.entrypoints")
+
+    def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
+        return with_port_flags(command, host, port)
+
+    def environment(self) -> dict[str, str]:
+        # Usage reporting would dial out of the allocation; the engine serves without it.
+        return {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -1,0 +1,228 @@
+"""One request at the agent: frames in, one HTTP request to the engine, its answer out as frames.
+
+Written as callbacks, not as a task: this runs once per token. Back-pressure: `window_bytes` may be on their way
+beyond what the ingress has confirmed; then the engine's socket is not read, and TCP does the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from serai.contracts.codec import encode, frame_bytes
+from serai.contracts.inference import (
+    AgentTimings,
+    FailureCode,
+    FrameKind,
+    InferenceFailure,
+    InferenceRequest,
+    ResponseEnd,
+    ResponseHead,
+)
+from serai.runtime.http1 import BadAnswer, HttpConnection, HttpFailure
+from serai.worker_agent.outbox import Outbox
+
+DATA_FRAME_BYTES_MAX = 256 * 1024
+"""A frame larger than this is split, so that one stream's burst cannot hold up the others' tokens."""
+
+_HEADERS_KEPT_HERE = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server", "access-control-allow-origin"}
+)
+
+_HEAD, _DATA, _END, _ERROR = int(FrameKind.HEAD), int(FrameKind.DATA), int(FrameKind.END), int(FrameKind.ERROR)
+
+
+class Exchange:
+    """A `ResponseHandler` for the engine's answer and a `Source` of frames for the outbox."""
+
+    __slots__ = (
+        "_frames",
+        "_outbox",
+        "_pending",
+        "_sent_kib_confirmed",
+        "_sequence",
+        "attempt",
+        "body",
+        "body_bytes",
+        "connection",
+        "deadline_at_s",
+        "done",
+        "first_byte_at_s",
+        "last_engine_byte_at_s",
+        "last_frame_at_s",
+        "on_done",
+        "paused_at_s",
+        "posted_at_s",
+        "received_at_s",
+        "received_ns",
+        "reply",
+        "request",
+        "sent_bytes",
+        "status",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        reply: str,
+        stream: int,
+        attempt: int,
+        request: InferenceRequest,
+        outbox: Outbox,
+        on_done: Callable[[Exchange, FailureCode | None], None],
+    ) -> None:
+        now = time.monotonic()
+        self.reply = reply
+        self.stream = stream
+        self.attempt = attempt
+        self.request = request
+        self.on_done = on_done
+        self.body: list[bytes] = []
+        self.body_bytes = 0
+        self.connection: HttpConnection | None = None
+        self.done = False
+        self.status = 0
+        self.received_at_s = now
+        self.received_ns = time.time_ns()
+        self.posted_at_s = 0.0
+        self.first_byte_at_s = 0.0
+        self.last_engine_byte_at_s = now
+        self.last_frame_at_s = now
+        self.deadline_at_s = now + request.deadline_s
+        self.paused_at_s: float | None = None
+        self.sent_bytes = 0
+        self._sent_kib_confirmed = 0
+        self._outbox = outbox
+        self._sequence = 0
+        self._frames: list[bytes] = []
+        self._pending: list[bytes] = []
+
+    # -- from the engine -----------------------------------------------------------------------------------------
+
+    def lent(self, connection: HttpConnection) -> None:
+        """The connection this request goes out on; called again when a stale one had to be replaced."""
+        self.connection = connection
+        self.posted_at_s = self.last_engine_byte_at_s = time.monotonic()
+        if self.done:
+            connection.abort()
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        if self.done:
+            return
+        self.first_byte_at_s = self.last_engine_byte_at_s = time.monotonic()
+        self.status = status
+        kept = {name: value for name, value in headers.items() if name not in _HEADERS_KEPT_HERE}
+        self._frame(_HEAD, encode(ResponseHead(status, kept)))
+
+    def on_data(self, data: bytes) -> None:
+        if self.done:
+            return
+        self.last_engine_byte_at_s = time.monotonic()
+        self._pending.append(data)
+        self.sent_bytes += len(data)
+        self._outbox.ready(self)
+        if self.paused_at_s is None and self._unconfirmed_bytes() >= self.request.window_bytes and self.connection:
+            self.paused_at_s = self.last_engine_byte_at_s
+            self.connection.pause_reading()
+
+    def on_complete(self) -> None:
+        if self.done:
+            return
+        now = time.monotonic()
+        timings = AgentTimings(
+            queued_us=_us(self.posted_at_s - self.received_at_s),
+            engine_first_byte_us=_us(self.first_byte_at_s - self.posted_at_s),
+            total_us=_us(now - self.received_at_s),
+        )
+        self._seal_pending()
+        self._frame(_END, encode(ResponseEnd(self.sent_bytes, timings)))
+        self._finish(None)
+
+    def on_failure(self, failure: HttpFailure) -> None:
+        if not failure.sent:
+            self.fail(FailureCode.ENGINE_UNREACHABLE, str(failure), retry_safe=True)
+        elif isinstance(failure, BadAnswer):
+            self.fail(FailureCode.ENGINE_PROTOCOL, str(failure))
+        else:
+            self.fail(FailureCode.ENGINE_CUT, f"the engine's answer broke off: {failure}")
+
+    # -- from the ingress ----------------------------------------------------------------------------------------
+
+    def confirm(self, kib: int) -> None:
+        """The ingress has passed on `kib` KiB of the answer: the window moves."""
+        self._sent_kib_confirmed = max(self._sent_kib_confirmed, kib)
+        if self.paused_at_s is not None and self._unconfirmed_bytes() < self.request.window_bytes and self.connection:
+            self.paused_at_s = None
+            self.connection.resume_reading()
+
+    def cancel(self) -> None:
+        """The ingress wants no more of it: the engine's connection closes at once, nothing more is sent."""
+        if not self.done:
+            self._drop_engine()
+            self._frames.clear()
+            self._pending.clear()
+            self._finish(FailureCode.CANCELLED)
+
+    def fail(
+        self,
+        code: FailureCode,
+        message: str,
+        *,
+        retry_safe: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Ends the request with an ERROR frame, after what the engine has said so far."""
+        if self.done:
+            return
+        self._drop_engine()
+        self._seal_pending()
+        self._frame(_ERROR, encode(InferenceFailure(code, message, retry_safe, retry_after_s)))
+        self._finish(code)
+
+    # -- to the outbox -------------------------------------------------------------------------------------------
+
+    def control(self, kind: FrameKind, sequence: int = 0) -> None:
+        """A frame outside the numbering: ALIVE or BODY_CREDIT."""
+        self._frames.append(frame_bytes(kind, self.stream, self.attempt, sequence))
+        self._outbox.ready(self)
+
+    def take_frames(self) -> list[bytes]:
+        self._seal_pending()
+        frames, self._frames = self._frames, []
+        self.last_frame_at_s = time.monotonic()
+        return frames
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _unconfirmed_bytes(self) -> int:
+        return self.sent_bytes - self._sent_kib_confirmed * 1024
+
+    def _frame(self, kind: int, payload: bytes) -> None:
+        self._frames.append(frame_bytes(kind, self.stream, self.attempt, self._sequence, payload))
+        self._sequence += 1
+        self._outbox.ready(self)
+
+    def _seal_pending(self) -> None:
+        """Turns the bytes read since the last turn into DATA frames."""
+        if not self._pending:
+            return
+        data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+        self._pending.clear()
+        for start in range(0, len(data), DATA_FRAME_BYTES_MAX):
+            piece = data if len(data) <= DATA_FRAME_BYTES_MAX else data[start : start + DATA_FRAME_BYTES_MAX]
+            self._frames.append(frame_bytes(_DATA, self.stream, self.attempt, self._sequence, piece))
+            self._sequence += 1
+
+    def _drop_engine(self) -> None:
+        if self.connection is not None:
+            self.connection.abort()
+
+    def _finish(self, code: FailureCode | None) -> None:
+        self.done = True
+        self.connection = None
+        self.body.clear()
+        self.on_done(self, code)
+
+
+def _us(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))

@@ -1,0 +1,339 @@
+"""The worker-agent's life: start the engine, join, serve, drain, leave.
+
+One engine per process. The order of the steps is the contract: nothing is announced as SERVING before a canary token
+has come and the server has seen our subscriptions, and nothing is stopped before it is announced as leaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import structlog
+
+from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.inference import FailureCode
+from serai.contracts.session_record import Draining, Lifecycle, SessionMetadata, SessionRecord, new_session_id
+from serai.contracts.status import SessionStatus
+from serai.contracts.subjects import CANCEL, INFERENCE, SESSION, STATUS
+from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, Subscription
+from serai.runtime.connection_settings import host_name
+from serai.runtime.http1 import HttpPool, Origin
+from serai.runtime.service import ServiceFailure
+from serai.runtime.telemetry import Tracing
+from serai.runtime.version import VERSION
+from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
+from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
+from serai.worker_agent.engine.process import EngineProcess, free_port
+from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
+from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.settings import AgentSettings
+
+log = structlog.get_logger()
+
+ANNOUNCE_TIMEOUT_S = 2.0
+REANNOUNCE_EVERY_S = 10.0
+WITHDRAWAL_S = 0.25
+"""After the word that we drain: how long a request that was already on its way is still taken."""
+
+
+class WorkerAgent:
+    """Collaborators come from outside; `run` returns when the session has left."""
+
+    def __init__(
+        self, settings: AgentSettings, engine: Engine, command: Sequence[str], bus: Bus, tracing: Tracing
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._command = command
+        self._bus = bus
+        self._process: EngineProcess | None = None
+        self._origin = Origin.parse(settings.engine_url) if settings.engine_url else None
+        key = settings.engine_api_key
+        self._engine_headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._tracing = tracing
+        self._status_sequence = 0
+        self._acknowledged_version = -1
+        self._changed = asyncio.Event()
+        self._declared_gone = asyncio.Event()
+        self._registry_answers = True
+        self.record = self._first_record()
+        self._pool: HttpPool | None = None
+        self._desk: Desk | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, or until the engine ends by itself. Raises ServiceFailure with the reason then."""
+        async with asyncio.TaskGroup() as tasks:
+            living = [tasks.create_task(self._announcing()), tasks.create_task(self._showing_life())]
+            try:
+                if not await self._start(stop):
+                    return
+                subscriptions = await self._open_desk()
+                watching = tasks.create_task(self._watching())
+                living.append(watching)
+                self._say(Lifecycle.SERVING, replace(self.record.metadata, loading_progress=None, loading_phase=""))
+                log.info("agent.serving", session=self.record.session, model=self._settings.model)
+                await self._until_over(stop)
+                await self._drain()
+                await self._close_desk(subscriptions)
+            finally:
+                for task in living:
+                    task.cancel()
+                await self._leave()
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    async def _start(self, stop: asyncio.Event) -> bool:
+        """Starts the engine and waits until it serves. False when told to stop meanwhile."""
+        if self._origin is None:
+            self._origin = await self._start_process()
+        self._pool = HttpPool(self._origin)
+        serving = asyncio.ensure_future(
+            wait_until_serving(
+                self._engine,
+                self._pool,
+                self._settings.engine_model or self._settings.model,
+                self._engine_headers,
+                self._on_phase,
+                deadline_s=self._settings.start_timeout_s,
+            )
+        )
+        stopping = asyncio.ensure_future(stop.wait())
+        ends: set[asyncio.Future[object]] = {serving, stopping}  # type: ignore[arg-type]
+        if self._process is not None:
+            ends.add(self._process.exited)  # type: ignore[arg-type]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                return False
+            if self._process is not None and self._process.exited.done():
+                raise ServiceFailure(self._exit_story("before it served"))
+            self._serves(serving.result())
+            return True
+        except (EngineMisconfigured, TimeoutError) as error:
+            raise ServiceFailure(f"{error}{self._tail()}") from error
+        finally:
+            serving.cancel()
+            stopping.cancel()
+
+    async def _start_process(self) -> Origin:
+        port = free_port()
+        try:
+            command = self._engine.with_address(self._command, "127.0.0.1", port)
+            log.info("engine.starting", kind=self._engine.kind, command=command)
+            self._process = await EngineProcess.start(command, self._engine.environment())
+        except EngineMisconfigured as error:
+            raise ServiceFailure(str(error), exit_code=2) from error
+        except OSError as error:
+            raise ServiceFailure(f"cannot start {self._command[0]!r}: {error.strerror}", exit_code=2) from error
+        return Origin("127.0.0.1", port)
+
+    def _serves(self, served: ServedModel) -> None:
+        metadata = replace(
+            self.record.metadata,
+            engine_model=served.engine_model,
+            fingerprint=fingerprint(self._engine.kind, served),
+            context_tokens_max=served.context_tokens_max,
+        )
+        self.record = self.record.advanced(self.record.lifecycle, metadata)
+
+    def _on_phase(self, phase: str) -> None:
+        metadata = self.record.metadata
+        if phase != metadata.loading_phase:
+            log.info("engine.phase", phase=phase)
+            self._say(self.record.lifecycle, replace(metadata, loading_phase=phase))
+
+    async def _open_desk(self) -> list[Subscription]:
+        assert self._pool is not None
+        settings = self._settings
+        limits = DeskLimits(
+            concurrency_max=settings.concurrency_max,
+            body_bytes_max=settings.body_bytes_max,
+            engine_silence_s=settings.engine_silence_s,
+        )
+        outbox = Outbox(self._bus)
+        desk = self._desk = Desk(self._pool, outbox, limits, self._tracing, self._engine_headers)
+        # Frames may be lost with the connection, so no stream can go on after it: free the engine at once.
+        self._bus.on_disconnect(lambda: desk.fail_all(FailureCode.BUS_LOST, "the agent lost NATS"))
+        self._bus.on_reconnect(self._changed.set)
+        session = self.record.session
+        subscriptions = [
+            await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
+            await self._bus.subscribe(CANCEL.of(session), desk.on_cancel),
+            await self._bus.subscribe(SESSION.of(session), self._on_session),
+        ]
+        await self._bus.barrier()
+        return subscriptions
+
+    # -- while it serves -----------------------------------------------------------------------------------------
+
+    async def _until_over(self, stop: asyncio.Event) -> None:
+        stopping = asyncio.ensure_future(stop.wait())
+        gone = asyncio.ensure_future(self._declared_gone.wait())
+        ends: set[asyncio.Future[object]] = {stopping, gone}  # type: ignore[arg-type]
+        if self._process is not None:
+            ends.add(self._process.exited)  # type: ignore[arg-type]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            gone.cancel()
+        if self._declared_gone.is_set():
+            # A new id means a new session from the start; ending and being started again is the one path to it.
+            raise ServiceFailure("the registry says that this session has left; start the agent again for a new one")
+        if self._process is not None and self._process.exited.done():
+            self._say(Lifecycle.DOWN)
+            raise ServiceFailure(self._exit_story("while it served"))
+
+    def _on_session(self, message: Message) -> None:
+        """Somebody speaks of our session. When they say it LEFT (after a long silence of ours), it has: its id is
+        spent, and only a new session can serve."""
+        try:
+            record = decode(SessionRecord, message.data)
+        except MalformedMessage:
+            return
+        if record.session == self.record.session and record.lifecycle > self.record.lifecycle:
+            log.error("agent.declared_gone", lifecycle=record.lifecycle.name)
+            self._declared_gone.set()
+
+    async def _watching(self) -> None:
+        assert self._desk is not None
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            self._desk.watch()
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """No new requests; those that run may finish for `drain_s`; the rest get an honest error."""
+        assert self._desk is not None
+        desk = self._desk
+        left_s = self._settings.drain_s
+        self._say(self.record.lifecycle, replace(self.record.metadata, draining=Draining("stopping", left_s)))
+        log.info("agent.draining", in_flight=desk.in_flight, at_most_s=left_s)
+        await asyncio.sleep(WITHDRAWAL_S)
+        desk.closed_because = (FailureCode.DRAINING, "this session is draining")
+        empty = asyncio.Event()
+        desk.on_empty = empty.set
+        if desk.in_flight:
+            try:
+                async with asyncio.timeout(left_s):
+                    await empty.wait()
+            except TimeoutError:
+                log.warning("agent.drain_incomplete", in_flight=desk.in_flight)
+                desk.fail_all(FailureCode.AGENT_LEFT, "the session ended before the answer did", retry_safe=True)
+
+    async def _close_desk(self, subscriptions: list[Subscription]) -> None:
+        """Unsubscribe, barrier, wait for what was on its way: nats-py's own drain loses it."""
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
+        try:
+            await self._bus.barrier()
+        except BusError as error:
+            log.warning("agent.no_barrier", error=str(error))
+        await asyncio.sleep(0.05)
+
+    async def _leave(self) -> None:
+        if self._desk is not None:
+            self._desk.fail_all(FailureCode.AGENT_LEFT, "the session ended before the answer did", retry_safe=True)
+            await asyncio.sleep(0)  # Lets the outbox send.
+        if self.record.lifecycle is not Lifecycle.LEFT:
+            self.record = self.record.advanced(Lifecycle.LEFT)
+            await self._announce()
+            log.info("agent.left", session=self.record.session)
+        if self._pool is not None:
+            await self._pool.aclose()
+        if self._process is not None:
+            await self._process.stop(self._settings.engine_stop_s)
+
+    # -- what the others know of us ------------------------------------------------------------------------------
+
+    def _first_record(self) -> SessionRecord:
+        settings = self._settings
+        metadata = SessionMetadata(
+            model=settings.model,
+            engine_model=settings.engine_model or settings.model,
+            engine=self._engine.kind,
+            site=settings.site,
+            provider=settings.provider,
+            allocation=settings.allocation_name,
+            host=host_name(),
+            concurrency_max=settings.concurrency_max,
+            loading_phase="starting",
+            agent_version=VERSION,
+        )
+        session = new_session_id(
+            settings.site, settings.allocation_name, settings.restart_count, random.SystemRandom().randbytes(6).hex()
+        )
+        return SessionRecord(session, Lifecycle.JOIN, 0, metadata)
+
+    def _say(self, lifecycle: Lifecycle, metadata: SessionMetadata | None = None) -> None:
+        """Changes our record and wakes the announcer; the first word also goes out at once, unacknowledged."""
+        self.record = self.record.advanced(lifecycle, metadata)
+        self._changed.set()
+        try:
+            self._bus.publish(SESSION.of(self.record.session), encode(self.record))
+        except BusDisconnected:
+            pass  # The announcer repeats it after the reconnect.
+
+    async def _announcing(self) -> None:
+        """Repeats our record until the registry has acknowledged this version of it, then now and then: what the
+        registry stores may be lost, and whoever starts later should hear of us."""
+        while True:
+            self._changed.clear()
+            await self._announce()
+            acknowledged = self._acknowledged_version == self.record.version
+            pause_s = REANNOUNCE_EVERY_S * random.uniform(0.8, 1.2) if acknowledged else 1.0
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _announce(self) -> None:
+        record = self.record
+        try:
+            await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
+            self._acknowledged_version = record.version
+            self._registry_answers = True
+        except BusError as error:
+            if self._registry_answers:
+                log.warning("agent.not_acknowledged", error=str(error), effect="repeated until a registry answers")
+            self._registry_answers = False
+
+    async def _showing_life(self) -> None:
+        while True:
+            self._show_life()
+            await asyncio.sleep(self._settings.status_interval_s * random.uniform(0.9, 1.1))
+
+    def _show_life(self) -> None:
+        self._status_sequence += 1
+        desk = self._desk
+        status = SessionStatus(
+            session=self.record.session,
+            sequence=self._status_sequence,
+            lifecycle=self.record.lifecycle,
+            version=self.record.version,
+            interval_s=self._settings.status_interval_s,
+            in_flight=desk.in_flight if desk else 0,
+            requests_total=desk.requests_total if desk else 0,
+            output_bytes_total=desk.output_bytes_total if desk else 0,
+        )
+        try:
+            self._bus.publish(STATUS.of(status.session), encode(status))
+        except BusDisconnected:
+            pass  # Silence is what a disconnected agent should be.
+
+    # -- words for people ----------------------------------------------------------------------------------------
+
+    def _exit_story(self, when: str) -> str:
+        assert self._process is not None
+        code = self._process.exited.result()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the engine {how} {when}{self._tail()}"
+
+    def _tail(self) -> str:
+        lines = self._process.last_lines if self._process else []
+        return ("; its last lines:\n  " + "\n  ".join(lines)) if lines else ""

@@ -1,0 +1,110 @@
+"""The seam between services and NATS: what a service may ask of the bus, whichever bus it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class BusError(Exception):
+    """The bus could not do it. The text says what to do."""
+
+
+class BusDisconnected(BusError):
+    """Not connected now; nothing was sent. Stale messages are never kept back for later."""
+
+
+class MessageTooLarge(BusError):
+    """Larger than the server takes. Callers split before they come here, so this is our own mistake."""
+
+
+class NoResponders(BusError):
+    """Nobody subscribes to the subject: the receiver is not there."""
+
+
+class RequestTimeout(BusError):
+    """Somebody may have received the request, but no answer came in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message as it arrived."""
+
+    subject: str
+    data: bytes
+    reply: str = ""
+    no_responders: bool = False
+    """The server's word, on the reply subject, that nobody received what was published with it."""
+
+
+Handler = Callable[[Message], None]
+"""Called in order of arrival; must not block: it notes or spawns, and returns."""
+
+
+class Subscription(Protocol):
+    async def unsubscribe(self) -> None:
+        """Stops delivery. Messages on their way may still come until a `barrier`."""
+
+
+class Bucket(Protocol):
+    """A JetStream KV bucket. It may lie or vanish; a vanished one is made again on the next `put`."""
+
+    async def put(self, key: str, value: bytes) -> None: ...
+
+    async def delete(self, key: str) -> None: ...
+
+    async def entries(self) -> dict[str, bytes]:
+        """All keys with their values; empty when the bucket does not exist."""
+
+
+class Bus(Protocol):
+    """Core messaging and KV. All methods raise BusError or one of its kinds, never a library's error."""
+
+    @property
+    def message_bytes_max(self) -> int:
+        """Largest payload to publish, in bytes: 90 % of what the server allows."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def inbox_prefix(self) -> str:
+        """First token of the reply subjects that only this connection may read."""
+
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        """Sends without waiting. Raises BusDisconnected or MessageTooLarge; then nothing was sent."""
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription: ...
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message:
+        """One request, one answer. Raises NoResponders or RequestTimeout."""
+
+    async def barrier(self) -> None:
+        """Returns when the server has seen everything this connection sent before."""
+
+    def bucket(self, name: str) -> Bucket: ...
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Calls back each time the connection is lost."""
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Calls back each time the connection is there again, subscriptions included."""
+
+    async def aclose(self) -> None: ...
+
+
+def split_by_size(payloads: Sequence[bytes], bytes_max: int) -> list[bytes]:
+    """Joins consecutive payloads into as few messages as fit in `bytes_max` bytes each, in order."""
+    messages: list[bytes] = []
+    parts: list[bytes] = []
+    size = 0
+    for payload in payloads:
+        if parts and size + len(payload) > bytes_max:
+            messages.append(b"".join(parts))
+            parts, size = [], 0
+        parts.append(payload)
+        size += len(payload)
+    if parts:
+        messages.append(b"".join(parts))
+    return messages

@@ -1,0 +1,328 @@
+"""NATS, and nothing else knows it. Every workaround here has its measured reason beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nats
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import KeyValueConfig
+
+from serai.runtime.bus import (
+    Bucket,
+    BusDisconnected,
+    BusError,
+    Handler,
+    Message,
+    MessageTooLarge,
+    NoResponders,
+    RequestTimeout,
+    Subscription,
+)
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+RECONNECT_FIRST_S = 0.1
+RECONNECT_MAX_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NatsAddress:
+    """Where NATS is and who we are to it."""
+
+    url: str
+    nkey_file: Path | None = None
+    credentials_file: Path | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def decorrelated_jitter(previous_s: float) -> float:
+    """The next wait before a reconnect, in seconds: random, growing, bounded. Keeps a fleet from storming a server."""
+    return min(RECONNECT_MAX_S, random.uniform(RECONNECT_FIRST_S, max(RECONNECT_FIRST_S, previous_s * 3)))
+
+
+class NatsBus:
+    """`Bus` on nats-py. Open with `connect`, close with `aclose`."""
+
+    def __init__(self, client: Client, address: NatsAddress, name: str) -> None:
+        self._client = client
+        self._address = address
+        self._name = name
+        self._disconnect_callbacks: list[Callable[[], None]] = []
+        self._reconnect_callbacks: list[Callable[[], None]] = []
+        self._refused: list[str] = []
+        self._closing = False
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done with BusError when the client closed by itself: it never comes back, so the process must not stay."""
+        self.inbox_prefix = ""
+
+    @classmethod
+    async def connect(cls, address: NatsAddress, name: str, *, timeout_s: float = 5.0) -> NatsBus:
+        """Connects, or raises BusError with one line that says what to do."""
+        client = Client()
+        bus = cls(client, address, name)
+        bus.inbox_prefix = f"_INBOX_{name}_{os.urandom(12).hex()}"
+        wait_s = RECONNECT_FIRST_S
+
+        def next_server(servers: list[Any], info: dict[str, Any]) -> tuple[Any, float]:
+            nonlocal wait_s
+            wait_s = decorrelated_jitter(wait_s)
+            return random.choice(servers), wait_s
+
+        async def on_reconnected() -> None:
+            nonlocal wait_s
+            wait_s = RECONNECT_FIRST_S
+            log.info("bus.reconnected", server=address.url)
+            for callback in bus._reconnect_callbacks:
+                callback()
+
+        options: dict[str, Any] = {}
+        if address.nkey_file is not None:
+            options["nkeys_seed_str"] = _read_seed(address.nkey_file)
+        if address.credentials_file is not None:
+            options["user_credentials"] = str(address.credentials_file)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.connect(
+                    servers=[address.url],
+                    name=name,
+                    error_cb=bus._on_error,
+                    closed_cb=bus._on_closed,
+                    disconnected_cb=bus._on_disconnected,
+                    reconnected_cb=on_reconnected,
+                    inbox_prefix=bus.inbox_prefix.encode(),
+                    # nats-py gives up after 60 attempts by default; an agent outlives any outage of the control plane.
+                    max_reconnect_attempts=-1,
+                    reconnect_to_server_handler=next_server,
+                    # Default 120 s x 3: a half-open NAT path would go unnoticed for minutes.
+                    ping_interval=10,
+                    max_outstanding_pings=2,
+                    # 0 = publishing while disconnected fails instead of sending stale messages after the reconnect,
+                    # and publish() never waits (see `publish`).
+                    pending_size=0,
+                    allow_reconnect=True,
+                    **options,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            bus._closing = True
+            await _quietly(client.close())
+            raise BusError(_connect_advice(address, error)) from error
+        return bus
+
+    @property
+    def message_bytes_max(self) -> int:
+        # The server counts headers into max_payload and closes the connection for good when it is passed.
+        return int(self._client.max_payload * 0.9)
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._client.is_connected)
+
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        if not self._client.is_connected:
+            raise BusDisconnected(f"not connected to NATS at {self._address}")
+        if len(payload) > self.message_bytes_max:
+            raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
+        _run_now(self._client.publish(subject, payload, reply))
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
+        async def deliver(message: Msg) -> None:
+            try:
+                handler(_as_message(message))
+            except Exception:
+                # One bad message must not end the subscription, nor go unseen (nats-py would swallow it).
+                log.exception("bus.handler_failed", subject=message.subject)
+
+        try:
+            return _Subscription(await self._client.subscribe(subject, cb=deliver))
+        except nats.errors.Error as error:
+            raise BusError(f"cannot subscribe to {subject}: {error}") from error
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message:
+        try:
+            return _as_message(await self._client.request(subject, payload, timeout=timeout_s))
+        except nats.errors.NoRespondersError as error:
+            raise NoResponders(f"nobody answers on {subject}") from error
+        except (TimeoutError, nats.errors.TimeoutError) as error:
+            raise RequestTimeout(f"no answer on {subject} in {timeout_s:g} s") from error
+        except (nats.errors.Error, OSError) as error:
+            raise BusDisconnected(f"request on {subject} failed: {error!r}") from error
+
+    async def barrier(self) -> None:
+        # One flush is no barrier: nats-py's PING overtakes SUB and PUB that are still buffered. The second's does not.
+        try:
+            await self._client.flush()
+            await self._client.flush()
+        except (nats.errors.Error, OSError) as error:
+            raise BusDisconnected(f"lost NATS at {self._address}: {error!r}") from error
+        if self._refused:
+            raise BusError(f"NATS at {self._address} refuses what {self._name} must do: {'; '.join(self._refused)}")
+
+    def bucket(self, name: str) -> Bucket:
+        return _KvBucket(self._client, name)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        self._disconnect_callbacks.append(callback)
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self._reconnect_callbacks.append(callback)
+
+    async def aclose(self) -> None:
+        """Sends what was published, then closes. Unlike nats-py's drain it loses nothing: callers unsubscribe first,
+        wait at a barrier, and finish their own work."""
+        self._closing = True
+        if self._client.is_connected:
+            await _quietly(self._client.flush(timeout=2))
+        await _quietly(self._client.close())
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            log.error(
+                "bus.slow_consumer", subject=error.subject, advice="messages were dropped; streams will show gaps"
+            )
+            return
+        text = str(error)
+        if "permissions violation" in text.lower():
+            # A forbidden subscribe or publish raises nowhere else: kept, so that the next barrier fails loudly.
+            self._refused.append(text)
+        log.warning("bus.error", error=text or repr(error))
+
+    async def _on_disconnected(self) -> None:
+        if self._closing:
+            return
+        log.warning("bus.disconnected", server=self._address.url)
+        for callback in self._disconnect_callbacks:
+            callback()
+
+    async def _on_closed(self) -> None:
+        if not self._closing and not self.closed.done():
+            self.closed.set_exception(
+                BusError(f"NATS at {self._address} closed the connection for good (credentials expired or refused?)")
+            )
+
+
+class _Subscription:
+    def __init__(self, subscription: Any) -> None:
+        self._subscription = subscription
+
+    async def unsubscribe(self) -> None:
+        try:
+            await self._subscription.unsubscribe()
+        except nats.errors.Error:
+            pass  # Closed or disconnected: it delivers nothing any more, which is what was asked for.
+
+
+class _KvBucket:
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self._name = name
+
+    async def put(self, key: str, value: bytes) -> None:
+        async def write() -> None:
+            kv = await self._client.jetstream().key_value(self._name)
+            await kv.put(key, value)
+
+        try:
+            await write()
+        except nats.js.errors.NotFoundError:
+            await self._translate(self._create())
+            await self._translate(write())
+        except (nats.errors.Error, nats.js.errors.APIError, TimeoutError, OSError) as error:
+            raise BusError(f"KV bucket {self._name}: {error!r}") from error
+
+    async def delete(self, key: str) -> None:
+        async def purge() -> None:
+            try:
+                kv = await self._client.jetstream().key_value(self._name)
+                await kv.purge(key)
+            except nats.js.errors.NotFoundError:
+                pass
+
+        await self._translate(purge())
+
+    async def entries(self) -> dict[str, bytes]:
+        async def read() -> dict[str, bytes]:
+            found: dict[str, bytes] = {}
+            try:
+                kv = await self._client.jetstream().key_value(self._name)
+                keys = await kv.keys()
+            except (nats.js.errors.NotFoundError, nats.js.errors.NoKeysError):
+                return found
+            for key in keys:
+                try:
+                    entry = await kv.get(key)
+                except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+                    continue
+                if entry.value:
+                    found[key] = entry.value
+            return found
+
+        return await self._translate(read())
+
+    async def _create(self) -> None:
+        await self._client.jetstream().create_key_value(config=KeyValueConfig(bucket=self._name, history=1))
+
+    async def _translate(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except (nats.errors.Error, nats.js.errors.APIError, TimeoutError, OSError) as error:
+            raise BusError(f"KV bucket {self._name}: {error!r}") from error
+
+
+def _as_message(message: Msg) -> Message:
+    headers = message.headers
+    silent = headers is not None and headers.get("Status") == "503" and not message.data
+    return Message(message.subject, message.data, message.reply, silent)
+
+
+def _run_now(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine that has nothing to wait for. nats-py's publish is one when pending_size is 0: it appends to
+    a buffer and kicks the flusher. Called from socket callbacks, where there is no task to wait in."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    except nats.errors.OutboundBufferLimitError as error:
+        raise BusDisconnected("not connected to NATS") from error
+    except nats.errors.MaxPayloadError as error:
+        raise MessageTooLarge(str(error)) from error
+    except nats.errors.Error as error:
+        raise BusDisconnected(f"publish failed: {error!r}") from error
+    coroutine.close()
+    raise AssertionError("nats-py's publish waited: its flush queue is full, which pending_size=0 rules out")
+
+
+async def _quietly(work: Awaitable[Any]) -> None:
+    try:
+        async with asyncio.timeout(3):
+            await work
+    except (nats.errors.Error, OSError, TimeoutError):
+        pass
+
+
+def _read_seed(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise BusError(f"cannot read the NATS key {path}: {error.strerror}") from error
+
+
+def _connect_advice(address: NatsAddress, error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    if "authorization" in text.lower():
+        return f"NATS at {address} refuses these credentials; check --nats-nkey-file or --nats-creds-file"
+    return f"cannot reach NATS at {address} ({text}); is it running, and is --nats-url right?"
