@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 
 from serai.registry.service import Registry
 from serai.registry.settings import RegistrySettings
@@ -23,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logs("registry", settings.log_level, json=settings.log_json)
 
     async def main(stop: asyncio.Event) -> None:
-        bus = await NatsBus.connect(settings.nats, f"registry-{os.getpid()}")
+        bus = await NatsBus.connect(settings.nats, "registry")
         try:
             async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):
                 await Registry(settings, bus).run(stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.service import run_service, serve_metrics, watch_bus
@@ -29,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logs("agent", settings.log_level, json=settings.log_json)
 
     async def main(stop: asyncio.Event) -> None:
-        bus = await NatsBus.connect(settings.nats, f"agent-{os.getpid()}")
+        bus = await NatsBus.connect(settings.nats, "agent")
         tracing = set_up_traces("agent")
         try:
             async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):

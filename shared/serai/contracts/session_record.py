@@ -114,7 +114,7 @@ def checked_session_id(session: str) -> str:
 
 
 def _readable(name: str) -> str:
-    head = re.sub(r"[^A-Za-z0-9_]+", "_", name)[:40]
+    head = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
     if head == name:
         return head
     return f"{head}_{sha256(name.encode()).hexdigest()[:8]}"

@@ -71,11 +71,13 @@ class NatsBus:
         self.inbox_prefix = ""
 
     @classmethod
-    async def connect(cls, address: NatsAddress, name: str, *, timeout_s: float = 5.0) -> NatsBus:
-        """Connects, or raises BusError with one line that says what to do."""
+    async def connect(cls, address: NatsAddress, role: str, *, timeout_s: float = 5.0) -> NatsBus:
+        """Connects, or raises BusError with one line that says what to do. Answers come to `_INBOX_<role>.<random>`,
+        so that one subject permission per role keeps every inbox private."""
         client = Client()
+        name = f"{role}-{os.getpid()}"
         bus = cls(client, address, name)
-        bus.inbox_prefix = f"_INBOX_{name}_{os.urandom(12).hex()}"
+        bus.inbox_prefix = f"_INBOX_{role}.{os.urandom(12).hex()}"
         wait_s = RECONNECT_FIRST_S
 
         def next_server(servers: list[Any], info: dict[str, Any]) -> tuple[Any, float]:

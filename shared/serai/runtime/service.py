@@ -39,7 +39,6 @@ def run_service(name: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, N
         failures += _leaves(group)
     if not failures:
         return 0
-    log.error("service.failed", error=str(failures[0]))
     sys.stderr.write(f"serai {name}: {failures[0]}\n")
     return int(getattr(failures[0], "exit_code", 1))
 

@@ -1,0 +1,81 @@
+"""`serai …`: finds the command, imports only what it needs, and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serai.runtime.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command's module has `add_arguments(parser)` and `run(arguments) -> exit code`."""
+
+    module: str
+    help: str
+
+
+Tree = dict[str, "Command | Tree"]
+
+COMMANDS: Tree = {
+    "up": Command("serai.cli.up", "start the whole system on this machine, with a small real model"),
+    "agent": Command("serai.worker_agent.__main__", "wrap an engine in this allocation and join"),
+    "ingress": Command("serai.ingress.__main__", "run the OpenAI-compatible gateway"),
+    "registry": Command("serai.registry.__main__", "run the registry of a site"),
+    "keys": {
+        "add": Command("serai.cli.keys_add", "make an API key; it is shown once"),
+        "list": Command("serai.cli.keys_list", "list the names of API keys"),
+        "remove": Command("serai.cli.keys_remove", "remove an API key"),
+    },
+    "engine": {
+        "llamacpp": Command("serai.worker_agent.engine.llamacpp_server", "serve a GGUF file with llama.cpp"),
+        "emulate": Command("serai.engine_emulator.command", "serve an emulated model: an engine in time only"),
+    },
+    "bench": {
+        "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),
+        "gateway": Command("serai.bench.gateway", "throughput beside the engine alone and other gateways"),
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the command; 2 for a command that does not exist."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("--version", "-V"):
+        print(f"serai {VERSION}")
+        return 0
+    path: list[str] = []
+    node: Command | Tree = COMMANDS
+    while isinstance(node, dict):
+        if not words or words[0] not in node:
+            return _explain(path, node, words)
+        path.append(words[0])
+        node = node[words.pop(0)]
+    module: Any = importlib.import_module(node.module)
+    parser = argparse.ArgumentParser(prog=f"serai {' '.join(path)}", description=module.__doc__)
+    module.add_arguments(parser)
+    try:
+        return int(module.run(parser.parse_args(words)))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _explain(path: list[str], node: Tree, words: list[str]) -> int:
+    wrong = words and not words[0].startswith("-")
+    out = sys.stderr if wrong else sys.stdout
+    if wrong:
+        print(f"serai: there is no command `{' '.join([*path, words[0]])}`\n", file=out)
+    print(f"usage: serai {' '.join([*path, ''])}COMMAND …   (each has --help)\n", file=out)
+    for name, command in node.items():
+        shown = command.help if isinstance(command, Command) else ", ".join(command)
+        print(f"  {name:<10} {shown}", file=out)
+    return 2 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

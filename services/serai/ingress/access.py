@@ -1,0 +1,90 @@
+"""API keys: stored as hashes, shown once. A key is 32 random bytes, so a plain SHA-256 cannot be guessed backwards."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+KEY_PREFIX = "sk-serai-"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """One key as it lies in the file."""
+
+    name: str
+    sha256: str
+
+
+class BadKeysFile(ValueError):
+    """The text names the file, what is wrong and what to do."""
+
+
+def new_key() -> str:
+    """A key to be shown once."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def hashed(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: Path) -> list[StoredKey]:
+    """Raises BadKeysFile."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[StoredKey])
+    except OSError as error:
+        raise BadKeysFile(f"cannot read the keys file {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise BadKeysFile(f"{path} is not a keys file: {error}; make one with `serai keys add`") from error
+
+
+def write_keys(path: Path, keys: list[StoredKey]) -> None:
+    """Replaces the file in one step, readable by its owner only."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(keys), indent=2) + b"\n")
+    fresh.replace(path)
+
+
+class Access:
+    """Who may ask. Without a file: everyone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._names: dict[str, str] = {}
+        self._read_at = (0, 0)
+        if path is not None:
+            self.refresh()
+
+    def refresh(self) -> bool:
+        """Reads the file again when it has changed; True then. Raises BadKeysFile, and keeps the keys it has."""
+        if self._path is None:
+            return False
+        try:
+            facts = self._path.stat()
+        except OSError as error:
+            raise BadKeysFile(f"cannot read the keys file {self._path}: {error.strerror}") from error
+        stamp = (facts.st_mtime_ns, facts.st_size)
+        if stamp == self._read_at:
+            return False
+        self._names = {key.sha256: key.name for key in read_keys(self._path)}
+        self._read_at = stamp
+        return True
+
+    def holder(self, authorization: str | None) -> str | None:
+        """The name of the key in an `Authorization: Bearer …` header; None when it is not one of ours.
+
+        The lookup is by hash, so its timing tells nothing about the keys.
+        """
+        if self._path is None:
+            return "anonymous"
+        if not authorization or authorization[:7].lower() != "bearer ":
+            return None
+        return self._names.get(hashed(authorization[7:].strip()))

@@ -1,0 +1,207 @@
+"""OpenAI JSON, SSE framing and error bodies. Pure: bytes in, bytes out.
+
+Bodies and streams pass as they came; what is read here is read from a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from serai.contracts.inference import FailureCode, InferenceFailure
+from serai.contracts.session_record import SessionRecord
+
+DONE = b"data: [DONE]\n\n"
+_HELD_BYTES_MAX = 1024 * 1024
+_TAIL_BYTES = 4096
+
+
+class ApiError(Exception):
+    """An answer to the client that is an error object (`error_body`)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.request_id: str | None = None
+
+    def body(self) -> bytes:
+        """The OpenAI error object."""
+        return orjson.dumps(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+    def event(self) -> bytes:
+        """The same as one SSE event, for a stream whose status has been sent already."""
+        return b"data: " + self.body() + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBody:
+    """What the ingress itself needs to know of a body; everything else in it is between client and engine."""
+
+    model: str
+    stream: bool
+
+
+def read_request_body(body: bytes) -> RequestBody:
+    """Raises ApiError (400) naming the field that is wrong."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(parsed, dict):
+        raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
+    model = parsed.get("model")
+    if not isinstance(model, str) or not model:
+        problem = "is missing" if model is None else "must be a non-empty string"
+        raise ApiError(400, f"`model` {problem}.", param="model", code="invalid_model")
+    stream = parsed.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise ApiError(400, "`stream` must be true or false.", param="stream", code="invalid_type")
+    return RequestBody(model, bool(stream))
+
+
+def with_model(body: bytes, model: str, engine_model: str) -> bytes:
+    """`body` with its `model` changed to the engine's name for it; every other byte as it was wherever possible."""
+    if model == engine_model:
+        return body
+    pattern = re.compile(rb'("model"\s*:\s*)' + re.escape(orjson.dumps(model)))
+    places = pattern.findall(body)
+    if len(places) == 1:
+        name = orjson.dumps(engine_model)
+        return pattern.sub(lambda match: match.group(1) + name, body)
+    # Written with escapes, or the same words stand elsewhere too: only a parser knows which one is meant.
+    return orjson.dumps(orjson.loads(body) | {"model": engine_model})
+
+
+def model_entry(record: SessionRecord) -> dict[str, Any]:
+    """A session's model as an entry of /v1/models."""
+    metadata = record.metadata
+    entry: dict[str, Any] = {"id": metadata.model, "object": "model", "created": 0, "owned_by": metadata.provider}
+    if metadata.context_tokens_max:
+        entry["max_model_len"] = metadata.context_tokens_max
+    return entry
+
+
+def models_body(records_by_model: Mapping[str, Sequence[SessionRecord]]) -> bytes:
+    """The list of models, one entry each, with how many sessions serve it now."""
+    entries = [
+        model_entry(records[0]) | {"sessions": len(records)}
+        for _, records in sorted(records_by_model.items())
+        if records
+    ]
+    return orjson.dumps({"object": "list", "data": entries})
+
+
+def unknown_model(model: str, known: Sequence[str]) -> ApiError:
+    """404, naming what exists."""
+    there = f"Available: {', '.join(known[:20])}." if known else "No model is being served now."
+    return ApiError(
+        404,
+        f"The model `{model[:200]}` does not exist. {there}",
+        code="model_not_found",
+        param="model",
+        kind="not_found_error",
+    )
+
+
+_STATUS: dict[FailureCode, tuple[int, str]] = {
+    FailureCode.BODY_TOO_LARGE: (413, "invalid_request_error"),
+    FailureCode.BUSY: (503, "overloaded_error"),
+    FailureCode.DRAINING: (503, "overloaded_error"),
+    FailureCode.NO_RESPONDERS: (503, "server_error"),
+    FailureCode.AGENT_SILENT: (503, "server_error"),
+    FailureCode.AGENT_LEFT: (503, "server_error"),
+    FailureCode.BUS_LOST: (503, "server_error"),
+    FailureCode.DEADLINE: (504, "timeout_error"),
+    FailureCode.ENGINE_SILENT: (504, "timeout_error"),
+    FailureCode.CREDIT_STARVED: (504, "timeout_error"),
+}
+
+
+def failure_error(failure: InferenceFailure) -> ApiError:
+    """What a client is told of a failure; 502 when nothing better fits."""
+    status, kind = _STATUS.get(failure.code, (502, "server_error"))
+    retry_after_s = failure.retry_after_s or (1.0 if status == 503 else None)
+    return ApiError(status, _sentence(failure.message), kind=kind, code=str(failure.code), retry_after_s=retry_after_s)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+class SseRelay:
+    """Lets whole events through and holds back the beginning of the next one, so that a stream that breaks off can
+    be ended with an event of ours. Bytes are never changed. Reads the end marker and the usage on the way."""
+
+    __slots__ = ("_held", "_tail")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._tail = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes that may go to the client now."""
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        if not data.endswith((b"\n\n", b"\n\r\n")) and len(data) < _HELD_BYTES_MAX:
+            end = _end_of_last_event(data)
+            self._held = data[end:]
+            data = data[:end]
+            if not data:
+                return data
+        self._tail = data[-_TAIL_BYTES:] if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
+        return data
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine has said `[DONE]`."""
+        return b"data: [DONE]" in self._tail[-32:] or b"data:[DONE]" in self._tail[-32:]
+
+    def rest(self) -> bytes:
+        """What was held back, for a stream whose engine ended it as whole."""
+        held, self._held = self._held, b""
+        return held
+
+    def usage(self) -> dict[str, Any] | None:
+        """The last `usage` object the engine sent, if it sent one near the end."""
+        return read_usage(self._tail)
+
+
+def _end_of_last_event(data: bytes) -> int:
+    unix, windows = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
+    return max(unix + 2 if unix >= 0 else 0, windows + 3 if windows >= 0 else 0)
+
+
+_USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+
+
+def read_usage(data: bytes) -> dict[str, Any] | None:
+    """The last whole `usage` object in `data`, without parsing the rest."""
+    found = _USAGE.findall(data)
+    if not found:
+        return None
+    try:
+        usage = orjson.loads(found[-1])
+    except orjson.JSONDecodeError:
+        return None
+    return usage if isinstance(usage, dict) else None

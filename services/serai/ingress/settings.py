@@ -1,0 +1,54 @@
+"""Settings of the ingress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from serai.ingress.routing import POLICIES
+from serai.runtime.connection_settings import ConnectionSettings
+from serai.runtime.settings import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressSettings(ConnectionSettings):
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = setting(8000, "TCP port to listen on")
+    keys_file: Path | None = setting(None, "file of hashed API keys (serai keys add); read again when it changes")
+    anonymous: bool = setting(False, "serve without API keys")
+    policy: str = setting("least-loaded", f"routing policy: {', '.join(POLICIES)}")
+    body_bytes_max: int = setting(32 * 1024 * 1024, "largest request body, in bytes; more is answered with 413")
+    answer_bytes_max: int = setting(64 * 1024 * 1024, "largest answer that is not a stream, in bytes")
+    request_timeout_s: float = setting(600.0, "longest time a request may take, in seconds")
+    accept_timeout_s: float = setting(3.0, "how long a session may take to show that it has a request, in seconds")
+    silence_timeout_s: float = setting(5.0, "how long a session may be silent while it works, in seconds")
+    client_stall_s: float = setting(60.0, "how long a client may read nothing of its answer, in seconds")
+    window_bytes: int = setting(256 * 1024, "bytes of one answer on their way from agent to client at most")
+    shutdown_s: float = setting(30.0, "how long running requests may take to finish after SIGTERM, in seconds")
+
+    def __post_init__(self) -> None:
+        ConnectionSettings.__post_init__(self)
+        if not 0 < self.port < 65536:
+            raise ValueError(f"--port {self.port}: must be between 1 and 65535")
+        if self.policy not in POLICIES:
+            raise ValueError(f"--policy {self.policy!r}: must be one of {', '.join(POLICIES)}")
+        if self.keys_file is None and not self.anonymous:
+            raise ValueError(
+                "give --keys-file (make one with `serai keys add NAME --keys-file FILE`), or say --anonymous "
+                "to serve everyone who reaches the port"
+            )
+        if self.keys_file is not None and self.anonymous:
+            raise ValueError("--keys-file and --anonymous exclude each other")
+        if self.window_bytes < 64 * 1024:
+            raise ValueError(f"--window-bytes {self.window_bytes}: must be at least 65536")
+        positive = {
+            "--body-bytes-max": self.body_bytes_max,
+            "--answer-bytes-max": self.answer_bytes_max,
+            "--request-timeout-s": self.request_timeout_s,
+            "--accept-timeout-s": self.accept_timeout_s,
+            "--silence-timeout-s": self.silence_timeout_s,
+            "--client-stall-s": self.client_stall_s,
+        }
+        for flag, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"{flag} {value:g}: must be above 0")
