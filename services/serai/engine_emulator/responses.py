@@ -1,0 +1,140 @@
+"""What the emulated engine writes: HTTP heads, OpenAI objects, SSE events. Bytes only, no sockets."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+
+from serai.engine_emulator.completion import Completion, RequestRefused
+
+JSON = "application/json"
+LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+MALFORMED_JSON = b'{"id":"cmpl-broken","choices":[{"index":0,'
+MALFORMED_EVENT = b"data: " + MALFORMED_JSON + b"\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
+HTML_PAGE = b"<!DOCTYPE html><html><body><h1>Sign in to continue</h1></body></html>"
+
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+    b"Transfer-Encoding: chunked\r\n"
+)
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ids = itertools.count(1)
+_id_prefix = os.urandom(4).hex()
+
+
+def http_response(
+    status: int, body: bytes, *, content_type: str = JSON, keep_alive: bool = True, headers: Mapping[str, str] = {}
+) -> bytes:
+    """A whole response."""
+    extra = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    return (
+        f"HTTP/1.1 {status} {_phrase(status)}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+        f"{extra}{_connection(keep_alive)}\r\n"
+    ).encode("latin-1") + body
+
+
+def stream_head(keep_alive: bool) -> bytes:
+    """Head of a streamed answer, whose body comes in chunks."""
+    return _STREAM_HEAD + _connection(keep_alive).encode() + b"\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """`data` as one chunk of an HTTP body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(fields: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
+
+
+def error_object(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An OpenAI error object."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: RequestRefused, *, keep_alive: bool = True, headers: Mapping[str, str] = {}) -> bytes:
+    """A refusal as a whole response."""
+    fields = error_object(error.status, error.message, code=error.code, param=error.param)
+    return http_response(error.status, orjson.dumps(fields), keep_alive=keep_alive, headers=headers)
+
+
+class CompletionFormat:
+    """The objects of one completion: one id, one time, and per token only what changes."""
+
+    __slots__ = ("_common", "_completion", "_object", "_token_head", "_token_tail")
+
+    def __init__(self, completion: Completion, model: str) -> None:
+        prefix, self._object = ("chatcmpl", "chat.completion") if completion.chat else ("cmpl", "text_completion")
+        self._completion = completion
+        self._common = {"id": f"{prefix}-{_id_prefix}{next(_ids):08x}", "created": int(time.time()), "model": model}
+        if completion.stream:
+            self._prepare_tokens()
+
+    def whole(self, text: str) -> bytes:
+        """The answer in one piece, as JSON."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._completion.finish_reason, "logprobs": None}
+        if self._completion.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        return orjson.dumps(self._fields([choice], usage=self._usage(), streamed=False))
+
+    def role_event(self) -> bytes:
+        """The event that opens a chat stream; nothing for plain completions."""
+        if not self._completion.chat:
+            return b""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return event(self._fields([choice]))
+
+    def token_event(self, text: str) -> bytes:
+        """One token. `text` is plain ASCII that needs no escapes in JSON."""
+        return self._token_head + text.encode() + self._token_tail
+
+    def finish_events(self) -> bytes:
+        """What follows the last token: finish reason, usage when asked for, `[DONE]`."""
+        last: dict[str, Any] = {"delta": {}} if self._completion.chat else {"text": ""}
+        choice = {"index": 0, "logprobs": None, "finish_reason": self._completion.finish_reason, **last}
+        usage = event(self._fields([], usage=self._usage())) if self._completion.include_usage else b""
+        return event(self._fields([choice])) + usage + DONE_EVENT
+
+    def _prepare_tokens(self) -> None:
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
+        choice |= {"delta": {"content": "\x00"}} if self._completion.chat else {"text": "\x00"}
+        self._token_head, self._token_tail = event(self._fields([choice])).split(b"\\u0000")
+
+    def _fields(
+        self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, streamed: bool = True
+    ) -> dict[str, Any]:
+        kind = f"{self._object}.chunk" if streamed and self._completion.chat else self._object
+        fields = {**self._common, "object": kind, "choices": choices}
+        return fields if usage is None else {**fields, "usage": usage}
+
+    def _usage(self) -> dict[str, int]:
+        prompt, output = self._completion.answer.prompt_tokens, self._completion.tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"
+
+
+def _connection(keep_alive: bool) -> str:
+    return "" if keep_alive else "Connection: close\r\n"

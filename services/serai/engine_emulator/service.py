@@ -1,0 +1,72 @@
+"""The emulated engine's shell: listens, serves until it is told to stop, closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from serai.engine_emulator.engine import Engine
+from serai.engine_emulator.faults import FaultKind
+from serai.engine_emulator.http_protocol import EmulatorState, HttpConnection
+from serai.engine_emulator.settings import EmulatorSettings
+
+_BACKLOG = 4096
+
+
+class StartFailed(Exception):
+    """The engine cannot start; the text says why and what to do."""
+
+
+async def run(settings: EmulatorSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartFailed."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if await _stopped_while_loading(settings, stop):
+        return
+    engine = Engine(
+        settings.timing, step_s=settings.step_ms / 1000, max_concurrency=settings.max_concurrency, loop=loop
+    )
+    state = EmulatorState(settings, engine)
+    server = await _listen(settings, state)
+    try:
+        await stop.wait()
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.close()
+
+
+async def _stopped_while_loading(settings: EmulatorSettings, stop: asyncio.Event) -> bool:
+    """Spend the start delay without listening, as an engine that loads weights does. True when told to stop."""
+    if settings.start_delay_s > 0:
+        _say(f"loading {settings.model}: {settings.start_delay_s:g} s")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), settings.start_delay_s)
+    if any(fault.kind is FaultKind.REFUSE_START for fault in settings.faults):
+        raise StartFailed(
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 14.96 GiB. GPU 0 has a total capacity of "
+            "79.11 GiB of which 11.42 GiB is free. (emulated: fault refuse-start)"
+        )
+    return stop.is_set()
+
+
+async def _listen(settings: EmulatorSettings, state: EmulatorState) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(lambda: HttpConnection(state), settings.host, settings.port, backlog=_BACKLOG)
+    except OSError as error:
+        raise StartFailed(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; choose another with --port"
+        ) from error
+    port = server.sockets[0].getsockname()[1]
+    _say(f"serving {settings.model} on http://{settings.host}:{port}")
+    return server
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"emulated engine: {text}\n")
+    sys.stderr.flush()
