@@ -1,0 +1,171 @@
+"""deploy/slurm/agent.sbatch on a real Slurm: it serves, warns, leaves, comes back under another name, and tells why it
+failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.slurm_cluster import SlurmCluster, why_not
+from integration.system import System, wait_for
+
+pytestmark = pytest.mark.slurm
+
+TEMPLATE = Path(__file__).parents[2] / "deploy" / "slurm" / "agent.sbatch"
+CHAT = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Tell me of caravans."}]}
+PACED = ("--ttft-ms", "5", "--tpot-ms", "20")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if reason := why_not():
+        if os.environ.get("SERAI_REQUIRE_SLURM"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3) as made:
+        yield made
+
+
+class Submitter:
+    """Submits the template as a user would: settings in the environment, the engine's command behind the script."""
+
+    def __init__(self, cluster: SlurmCluster, system: System) -> None:
+        self._cluster = cluster
+        self._system = system
+        self.scratch = system.folder / "scratch"
+        self.scratch.mkdir()
+
+    def __call__(self, *engine_flags: str, sbatch_flags: tuple[str, ...] = ()) -> str:
+        environment = {
+            "SERAI_MODEL": "m",
+            "SERAI_EXECUTABLE": str(Path(sys.executable).parent / "serai"),
+            "SERAI_SCRATCH": str(self.scratch),
+            "SERAI_NATS_URL": f"nats://127.0.0.1:{self._system.nats_port}",
+            "SERAI_NATS_NKEY_FILE": str(self._system.nats.key_file("agent")),
+        }
+        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", "m", *engine_flags]
+        return self._cluster.sbatch(*sbatch_flags, str(TEMPLATE), *engine, environment=environment)
+
+    def and_wait_until_it_serves(self, *engine_flags: str, sbatch_flags: tuple[str, ...] = ()) -> str:
+        job = self(*engine_flags, sbatch_flags=sbatch_flags)
+        wait_for(lambda: "agent.serving" in self._cluster.output(job) or self._cluster.job(job).over, f"job {job}")
+        assert self._cluster.job(job).state == "RUNNING", self._cluster.output(job)
+        self._system.wait_for_sessions(1)
+        return job
+
+
+@pytest.fixture
+def submit(cluster: SlurmCluster, small_system: System) -> Iterator[Submitter]:
+    yield Submitter(cluster, small_system)
+    cluster.command("scancel", "--user", "root", "--full", "--signal=KILL")
+    wait_for(lambda: not cluster.command("squeue", "--noheader"), "no jobs are left")
+
+
+def stream(system: System, max_tokens: int, after_three: Callable[[], object]) -> tuple[str, list[str]]:
+    """A streamed answer, and something done in another thread once three events are there. The session that answered,
+    and the data of all events."""
+    data: list[str] = []
+    meanwhile = threading.Thread(target=after_three)
+    with (
+        system.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=CHAT | {"max_tokens": max_tokens}) as answer,
+    ):
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                data.append(line[6:])
+                if len(data) == 3:
+                    meanwhile.start()
+    meanwhile.join()
+    return answer.headers["x-serai-session"], data
+
+
+def finish_reasons(data: list[str]) -> list[str]:
+    choices = [choice for one in data if one != "[DONE]" for choice in json.loads(one).get("choices", [])]
+    return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+
+
+def test_h04_a_warned_job_finishes_its_streams_then_leaves(
+    cluster: SlurmCluster, small_system: System, submit: Submitter
+) -> None:
+    """The early signal goes to the batch shell alone, while the agent runs below it."""
+    job = submit.and_wait_until_it_serves(*PACED)
+
+    def warn() -> None:
+        cluster.command("scancel", "--batch", "--signal=USR1", job)
+        wait_for(lambda: "agent.draining" in cluster.output(job), "it drains", timeout_s=1.5)
+
+    session, data = stream(small_system, 150, warn)
+    assert session.startswith(f"local-slurm-{job}-0-")
+    assert finish_reasons(data) == ["length"]
+    assert len(data) > 150
+    assert data[-1] == "[DONE]"
+    small_system.wait_for_sessions(0, timeout_s=5)
+    wait_for(lambda: cluster.job(job).over, "the job ends")
+    assert (cluster.job(job).state, cluster.job(job).exit_code) == ("COMPLETED", 0), cluster.output(job)
+    assert "agent.left" in cluster.output(job)
+    assert list(submit.scratch.iterdir()) == []
+
+
+def test_a_cancelled_job_leaves_and_ends_its_streams_honestly(
+    cluster: SlurmCluster, small_system: System, submit: Submitter
+) -> None:
+    job = submit.and_wait_until_it_serves(*PACED)
+    _, data = stream(small_system, 100_000, lambda: cluster.command("scancel", job))
+    assert data[-1] == "[DONE]"
+    assert json.loads(data[-2])["error"]["code"]
+    assert finish_reasons(data) == []
+    small_system.wait_for_sessions(0, timeout_s=5)
+    with small_system.client() as client:
+        assert client.get("/v1/models").json()["data"] == []
+    wait_for(lambda: "agent ended with exit code" in cluster.output(job), "the batch script sees the agent's end")
+    assert "agent.left" in cluster.output(job)
+    wait_for(lambda: cluster.job(job).over, "the job ends")
+    assert cluster.job(job).state == "CANCELLED"
+    wait_for(lambda: list(submit.scratch.iterdir()) == [], "the scratch folder is removed")
+
+
+def test_h03_a_requeued_job_is_another_session(cluster: SlurmCluster, small_system: System, submit: Submitter) -> None:
+    job = submit.and_wait_until_it_serves(*PACED)
+    first, _ = stream(small_system, 3, lambda: None)
+    cluster.command("scontrol", "requeue", job)
+    small_system.wait_for_sessions(0)
+    wait_for(lambda: cluster.job(job).state == "PENDING", "the job waits again")
+    # Slurm holds a requeued job back for two minutes.
+    cluster.command("scontrol", "update", f"jobid={job}", "StartTime=now")
+    small_system.wait_for_sessions(1)
+    second, _ = stream(small_system, 3, lambda: None)
+    assert cluster.job(job).restarts == 1
+    assert first.startswith(f"local-slurm-{job}-0-")
+    assert second.startswith(f"local-slurm-{job}-1-")
+    output = cluster.output(job)
+    assert first in output, "the requeued run must append to the output of the first"
+    assert second in output
+
+
+def test_a_failing_engine_shows_its_last_lines_and_fails_the_job(cluster: SlurmCluster, submit: Submitter) -> None:
+    job = submit("--fault", "refuse-start")
+    wait_for(lambda: cluster.job(job).over, "the job ends")
+    output = cluster.output(job)
+    assert (cluster.job(job).state, cluster.job(job).exit_code) == ("FAILED", 1), output
+    assert "ended with exit code 1 before it served; its last lines:" in output
+    assert "CUDA out of memory" in output.partition("its last lines:")[2]
+
+
+def test_h07_slurm_warns_before_the_time_limit(cluster: SlurmCluster, small_system: System, submit: Submitter) -> None:
+    """`--signal` in the template reaches the agent minutes before the limit; the job then ends by itself, in order."""
+    job = submit.and_wait_until_it_serves(*PACED, sbatch_flags=("--time=00:10:00",))
+    cluster.command("scontrol", "update", f"jobid={job}", "TimeLimit=3")
+    # The limit is three minutes and the warning due 180 s before it: now. Slurm looks every 30 s.
+    wait_for(lambda: cluster.job(job).over, "the job ends by itself", timeout_s=45)
+    output = cluster.output(job)
+    assert (cluster.job(job).state, cluster.job(job).exit_code) == ("COMPLETED", 0), output
+    assert "got USR1" in output
+    assert "agent.left" in output
+    assert "CANCELLED" not in output
