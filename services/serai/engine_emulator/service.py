@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 
@@ -59,9 +60,10 @@ async def _listen(settings: EmulatorSettings, state: EmulatorState) -> asyncio.S
     try:
         server = await loop.create_server(lambda: HttpConnection(state), settings.host, settings.port, backlog=_BACKLOG)
     except OSError as error:
-        raise StartFailed(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; choose another with --port"
-        ) from error
+        # The event loop wraps the reason in its own words; the errno says it in one phrase.
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
+        message = f"cannot listen on {settings.host}:{settings.port}: {reason}; choose another with --port"
+        raise StartFailed(message) from error
     port = server.sockets[0].getsockname()[1]
     _say(f"serving {settings.model} on http://{settings.host}:{port}")
     return server
