@@ -91,7 +91,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         engine = [sys.executable, "-m", "serai.engine_emulator", "--model", model, *extra]
     else:
         model = arguments.model or (arguments.model_file.stem.lower() if arguments.model_file else DEFAULT_MODEL)
-        file = arguments.model_file or _small_model()
+        file = arguments.model_file or small_model()
         if not file.is_file():
             refuse(f"no such model file: {file}")
         module = "serai.worker_agent.engine.llamacpp_server"
@@ -214,9 +214,8 @@ class _Up:
 
     def _announce(self, key: str) -> None:
         plan = self._plan
-        body = json.dumps(
-            {"model": plan.model, "stream": True, "messages": [{"role": "user", "content": "What is a caravanserai?"}]}
-        )
+        question = {"role": "user", "content": "What is a caravanserai?"}
+        body = json.dumps({"model": plan.model, "stream": True, "max_tokens": 100, "messages": [question]})
         print(
             f"""
 Serai is up ({time.monotonic() - self._started_s:.1f} s).
@@ -280,7 +279,7 @@ async def _sessions(pool: HttpPool, key: str, plan: Plan) -> bool:
         return False
 
 
-def _small_model() -> Path:
+def small_model() -> Path:
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     folders = (spec.submodule_search_locations or ()) if spec else ()
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]

@@ -50,7 +50,7 @@ class RegistryCopy:
             log.warning("session.malformed", subject=message.subject, error=str(error))
             return
         if message.subject == SESSION.of(record.session):
-            self.replica.merge(record, time.monotonic())
+            self.replica.merge(record, time.monotonic(), heard=True)
 
     def on_status(self, message: Message) -> None:
         """A sign of life; when it tells of a newer record, that one was missed."""

@@ -71,7 +71,7 @@ class Registry:
         if message.subject != SESSION.of(record.session):
             log.warning("session.foreign", subject=message.subject, session=record.session)
             return
-        if self.replica.merge(record, time.monotonic()):
+        if self.replica.merge(record, time.monotonic(), heard=True):
             self._changed(record.session)
         joined = self.replica.get(record.session)
         if message.reply and joined is not None:

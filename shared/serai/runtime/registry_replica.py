@@ -20,7 +20,9 @@ SILENCE_INTERVALS_MAX = 3.5
 class Sighting:
     """What this observer has noticed of one session."""
 
-    heard_at_s: float
+    known_since_s: float
+    heard_at_s: float | None = None
+    """None = never heard by this observer: the record came from a store or a snapshot."""
     status: SessionStatus | None = None
     unreachable: bool = False
     """The bus said that nobody receives what is sent to it; the next status lifts that."""
@@ -44,8 +46,12 @@ class RegistryReplica:
         """All records in the order of their session ids."""
         return [self._records[session] for session in sorted(self._records)]
 
-    def merge(self, record: SessionRecord, now: float) -> bool:
-        """Joins `record` in; True when that changed this copy."""
+    def merge(self, record: SessionRecord, now: float, *, heard: bool = False) -> bool:
+        """Joins `record` in; True when that changed this copy. `heard` = the session itself has just said it; a
+        record from a store only proves that it was written, and its session is suspected until it is heard."""
+        sighting = self._sightings.setdefault(record.session, Sighting(known_since_s=now))
+        if heard:
+            sighting.heard_at_s = now
         known = self._records.get(record.session)
         joined = record if known is None else join(known, record)
         if joined is known:
@@ -54,8 +60,6 @@ class RegistryReplica:
             self._by_model[known.metadata.model].discard(record.session)
         self._records[record.session] = joined
         self._by_model.setdefault(joined.metadata.model, set()).add(record.session)
-        # A record proves that it was written, not that its session lives: it gets one silence period to be heard.
-        self._sightings.setdefault(record.session, Sighting(heard_at_s=now))
         return True
 
     def hear(self, status: SessionStatus, now: float) -> bool:
@@ -79,14 +83,15 @@ class RegistryReplica:
     def suspected(self, session: str, now: float) -> bool:
         """This observer's opinion, never part of a record."""
         sighting = self._sightings.get(session)
-        if sighting is None or sighting.unreachable:
+        if sighting is None or sighting.heard_at_s is None or sighting.unreachable:
             return True
         interval_s = sighting.status.interval_s if sighting.status else 1.0
         return now - sighting.heard_at_s > SILENCE_INTERVALS_MAX * interval_s
 
     def silent_s(self, session: str, now: float) -> float:
-        """Seconds since `session` was last heard."""
-        return now - self._sightings[session].heard_at_s
+        """Seconds since `session` was last heard, or since this observer has known of it."""
+        sighting = self._sightings[session]
+        return now - (sighting.known_since_s if sighting.heard_at_s is None else sighting.heard_at_s)
 
     def status(self, session: str) -> SessionStatus | None:
         sighting = self._sightings.get(session)

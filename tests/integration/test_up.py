@@ -1,0 +1,91 @@
+"""`serai up` as a developer meets it: with emulated engines here; `make smoke` runs it with the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from integration.system import wait_for
+from serai.worker_agent.engine.process import free_port
+
+UP = [sys.executable, "-m", "serai.cli.main", "up", "--emulated", "--engine-args", "--ttft-ms 1 --tpot-ms 1"]
+
+
+@contextmanager
+def up(state: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], dict]]:
+    state.mkdir(exist_ok=True)
+    ready = state / "ready.json"
+    ready.unlink(missing_ok=True)
+    command = [*UP, "--port", str(free_port()), "--state", str(state), "--ready-file", str(ready), *flags]
+    with (state / "up.out").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        wait_for(lambda: ready.exists() or process.poll() is not None, "serai up is up")
+        assert process.poll() is None, (state / "up.out").read_text()
+        yield process, json.loads(ready.read_text())
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(40)
+
+
+def ask(facts: dict) -> httpx2.Response:
+    headers = {"Authorization": f"Bearer {facts['key']}"}
+    body = {"model": facts["model"], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    return httpx2.post(f"{facts['url']}/v1/chat/completions", json=body, headers=headers, timeout=10)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_it_serves_restarts_what_fails_keeps_its_key_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with up(tmp_path, "--agents", "2") as (process, facts):
+        assert set(facts["pids"]) == {
+            "nats", "registry", "ingress", "agent-0", "agent-1", "engine-0", "engine-1"
+        }  # fmt: skip
+        assert ask(facts).status_code == 200
+        printed = (tmp_path / "up.out").read_text()
+        assert facts["key"] in printed
+        assert f"curl -N {facts['url']}/v1/chat/completions" in printed
+        secrets = [tmp_path / "api-key", tmp_path / "keys.json", *(tmp_path / "nats").glob("*.nk")]
+        assert all(path.stat().st_mode & 0o077 == 0 for path in secrets)
+        assert facts["key"] not in (tmp_path / "keys.json").read_text()
+
+        again = subprocess.run(
+            [*UP, "--port", str(free_port()), "--state", str(tmp_path)], capture_output=True, check=False
+        )
+        assert again.returncode == 2
+        assert b"another `serai up` uses" in again.stderr
+
+        os.kill(facts["pids"]["agent-0"], signal.SIGKILL)
+        assert ask(facts).status_code == 200
+        wait_for(lambda: not alive(facts["pids"]["engine-0"]), "the engine dies with its agent", 5)
+        wait_for(lambda: "agent-0 ended" in (tmp_path / "up.out").read_text(), "the failure is told", 5)
+        headers = {"Authorization": f"Bearer {facts['key']}"}
+        models = f"{facts['url']}/v1/models/{facts['model']}"
+        wait_for(lambda: httpx2.get(models, headers=headers).json().get("sessions") == 2, "two sessions again", 20)
+    assert process.returncode == 0
+    assert not any(alive(pid) for pid in facts["pids"].values())
+    with up(tmp_path) as (process, second):
+        assert second["key"] == facts["key"]
+        assert ask(second).status_code == 200
+
+
+def test_an_engine_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    flags = ["--port", str(free_port()), "--state", str(tmp_path), "--engine-args", "--fault refuse-start"]
+    ran = subprocess.run([*UP, *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    assert "agent-0 ended with exit code 1 while starting; the end of" in ran.stderr
+    assert "out of memory" in ran.stderr.lower()
