@@ -1,0 +1,195 @@
+"""One checked-in sample for each message and each kind of frame: this is what older and newer services will send us.
+
+A change here changes the wire. When that is meant, write the samples anew and look at the difference:
+
+    SERAI_WRITE_GOLDEN=1 .venv/bin/pytest tests/golden/test_wire_samples.py
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from serai.contracts import inference, registry, session_record, status
+from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
+from serai.contracts.inference import (
+    AgentTimings,
+    FailureCode,
+    Frame,
+    FrameKind,
+    InferenceFailure,
+    InferenceRequest,
+    ResponseEnd,
+    ResponseHead,
+)
+from serai.contracts.registry import SnapshotPage, SnapshotRequest
+from serai.contracts.session_record import Draining, Lifecycle, SessionMetadata, SessionRecord
+from serai.contracts.status import SessionStatus
+
+WIRE = Path(__file__).parent / "wire"
+WRITE = os.environ.get("SERAI_WRITE_GOLDEN") == "1"
+
+# Every field differs from its default, so that none can change its name unseen.
+_REQUEST = InferenceRequest(
+    request_id="6d1f0c5a9e3b4f27",
+    path="/v1/chat/completions",
+    body_bytes=1_048_600,
+    body_frames=3,
+    window_bytes=262_144,
+    deadline_s=599.75,
+    method="PUT",
+    headers={"content-type": "application/json", "x-request-id": "6d1f0c5a9e3b4f27"},
+    stream=True,
+    traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+)
+_HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
+_END = ResponseEnd(1234, AgentTimings(queued_us=180, engine_first_byte_us=41_000, total_us=912_345))
+_FAILURE = InferenceFailure(FailureCode.BUSY, "1024 requests are running here already", True, 1.5)
+_METADATA = SessionMetadata(
+    model="qwen2.5:7b",
+    engine_model="Qwen/Qwen2.5-7B-Instruct",
+    engine="vllm",
+    site="alps",
+    provider="cscs",
+    allocation="slurm-4711",
+    host="nid001234",
+    fingerprint="9f86d081884c7d65",
+    context_tokens_max=32_768,
+    concurrency_max=256,
+    loading_progress=0.75,
+    loading_phase="weights",
+    draining=Draining("wall time", 120.5),
+    agent_version="0.1.0",
+    labels={"gpu": "GH200"},
+)
+_RECORD = SessionRecord("alps-slurm-4711-0-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
+_STATUS = SessionStatus("alps-slurm-4711-0-c0ffee123456", 42, Lifecycle.SERVING, 5, 1.0, 17, 3_021, 98_765_432)
+
+MESSAGES: list[object] = [
+    _REQUEST,
+    _HEAD,
+    _END,
+    _END.timings,
+    _FAILURE,
+    _RECORD,
+    _METADATA,
+    _METADATA.draining,
+    _STATUS,
+    SnapshotRequest("alps-slurm-4711-0-c0ffee123456"),
+    SnapshotPage([_RECORD], more=True),
+]
+
+_PAYLOADS: dict[FrameKind, tuple[int, bytes]] = {
+    FrameKind.REQUEST: (0, encode(_REQUEST)),
+    FrameKind.BODY: (2, b'{"model": "qwen2.5:7b", '),
+    FrameKind.CREDIT: (128, b""),
+    FrameKind.CANCEL: (0, b""),
+    FrameKind.ALIVE: (0, b""),
+    FrameKind.BODY_CREDIT: (9, b""),
+    FrameKind.HEAD: (0, encode(_HEAD)),
+    FrameKind.DATA: (1, 'data: {"text": "grüezi"}\n\n'.encode()),
+    FrameKind.END: (0x01020304, encode(_END)),
+    FrameKind.ERROR: (7, encode(_FAILURE)),
+}
+FRAMES = [Frame(kind, 0x1122334455667788, 2, sequence, payload) for kind, (sequence, payload) in _PAYLOADS.items()]
+
+
+def as_text(frame: Frame) -> str:
+    """The head, field by field, and the payload below it, both as hexadecimal digits."""
+    data = encode_frame(frame)
+    head, payload = data[:FRAME_HEAD_BYTES], data[FRAME_HEAD_BYTES:]
+    lines = [f"# {frame!r}", "# kind attempt reserved sequence stream length"]
+    cuts = (0, 1, 2, 4, 8, 16, FRAME_HEAD_BYTES)
+    lines.append(" ".join(head[a:b].hex() for a, b in pairwise(cuts)))
+    lines += [payload[at : at + 32].hex() for at in range(0, len(payload), 32)]
+    return "\n".join(lines) + "\n"
+
+
+def as_bytes(text: str) -> bytes:
+    return b"".join(bytes.fromhex(line) for line in text.splitlines() if not line.startswith("#"))
+
+
+def sample(name: str, made: bytes) -> bytes:
+    path = WIRE / name
+    if WRITE:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(made)
+    return path.read_bytes()
+
+
+def message_name(message: object) -> str:
+    return type(message).__name__
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=message_name)
+def test_a_message_is_written_and_read_as_in_its_sample(message: object) -> None:
+    stored = sample(f"{message_name(message)}.json", encode(message) + b"\n")
+    assert encode(message) + b"\n" == stored
+    assert decode(type(message), stored) == message
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: FrameKind(frame.kind).name)
+def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
+    stored = sample(f"{FrameKind(frame.kind).name}.hex", as_text(frame).encode()).decode()
+    assert as_text(frame) == stored
+    assert decode_frames(as_bytes(stored)) == [frame]
+
+
+def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
+    kinds = {name for module in (inference, registry, session_record, status) for name in dataclasses_of(module)}
+    assert {message_name(message) for message in MESSAGES} == kinds
+    assert {frame.kind for frame in FRAMES} == set(FrameKind)
+    expected = {f"{name}.json" for name in kinds} | {f"{kind.name}.hex" for kind in FrameKind}
+    assert {path.name for path in WIRE.iterdir()} == expected
+
+
+def dataclasses_of(module: ModuleType) -> set[str]:
+    return {name for name, kind in vars(module).items() if is_dataclass(kind) and kind.__module__ == module.__name__}
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=message_name)
+def test_no_field_of_a_sample_has_its_default_value(message: object) -> None:
+    for item in fields(message):  # type: ignore[arg-type]
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        assert getattr(message, item.name) != default, item.name
+
+
+def test_the_numbers_of_closed_sets_are_never_used_again() -> None:
+    """Old peers read numbers and words, so these lists may grow; nothing in them may change."""
+    assert {kind.name: int(kind) for kind in FrameKind} == {
+        "REQUEST": 1,
+        "BODY": 2,
+        "CREDIT": 3,
+        "CANCEL": 4,
+        "ALIVE": 16,
+        "BODY_CREDIT": 17,
+        "HEAD": 18,
+        "DATA": 19,
+        "END": 20,
+        "ERROR": 21,
+    }
+    assert {rank.name: int(rank) for rank in Lifecycle} == {"JOIN": 0, "SERVING": 1, "DOWN": 2, "LEFT": 3}
+    assert [str(code) for code in FailureCode] == [
+        "unknown_session",
+        "draining",
+        "busy",
+        "body_too_large",
+        "bad_request_frame",
+        "engine_unreachable",
+        "engine_cut",
+        "engine_protocol",
+        "engine_silent",
+        "deadline",
+        "credit_starved",
+        "cancelled",
+        "agent_left",
+        "no_responders",
+        "agent_silent",
+        "frame_gap",
+        "bus_lost",
+    ]
