@@ -1,0 +1,204 @@
+"""The test stand: one emulated engine, and in front of it, or of one just like it, each gateway to be compared.
+
+All gateways are up during the whole run and only one is under load at a time, so that what disturbs the machine
+disturbs each alike. Everything listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from serai.bench.load import LoadOutcome, LoadTask
+from serai.bench.peers import HOST, Peer, find_peers
+from serai.bench.processes import BenchFailed, Processes
+from serai.bench.report import say
+from serai.worker_agent.engine.process import free_port
+
+MODEL = "emulated"
+CHAT_PATH = "/v1/chat/completions"
+ENGINE_TPOT_MS = 20.0
+# No time to first token: an answer of one token comes at once, a stream runs at 50 tokens a second.
+ENGINE_FLAGS = ("--ttft-ms", "0", "--tpot-ms", f"{ENGINE_TPOT_MS:g}", "--max-concurrency", "8192")
+_PROMPT = "A serai is the inn where caravans rest: the caravans come and go, the inn stays. Tell me more of it."
+_START_TIMEOUT_S = 60.0
+_KEEP_AWAKE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that answers `/v1/chat/completions`. `pids`: the gateway's processes, engines not among them."""
+
+    name: str
+    port: int
+    engine_port: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pids: tuple[int, ...] = ()
+
+
+def chat_body(*, tokens: int, stream: bool = False) -> dict[str, Any]:
+    """The request that every benchmark sends."""
+    messages = [{"role": "user", "content": _PROMPT}]
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "stream": stream, "temperature": 0}
+
+
+class LoadGenerator:
+    """The load generator's process."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._child = processes.start("load", [sys.executable, "-m", "serai.bench.load"], pipes=True)
+
+    def carry_out(self, task: LoadTask) -> LoadOutcome:
+        """Carry out one task. Raises BenchFailed when the load generator is gone."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps(asdict(task)).encode() + b"\n")
+            self._child.stdin.flush()
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise BenchFailed(f"the load generator ended with status {self._child.wait()}")
+        return LoadOutcome(**json.loads(line))
+
+
+class Stand:
+    """What is up, ready to be measured."""
+
+    def __init__(self, processes: Processes, work: Path, free_timeout_s: float) -> None:
+        self._processes = processes
+        self.work = work
+        self._free_timeout_s = free_timeout_s
+        self.notes: list[str] = []
+        self.targets: list[Target] = []
+        self.load = LoadGenerator(processes)
+
+    def add(self, names: Sequence[str]) -> None:
+        """Start the targets of these names: the engine first, then all gateways side by side."""
+        engine = self._start_engine()
+        peers = [peer for peer in find_peers() if peer.name in names]
+        starting = [self._start_peer(peer, engine.port) for peer in peers]
+        if "direct" in names:
+            self.targets.append(engine)
+        if "serai" in names:
+            self.targets.append(self.start_serai("serai"))
+        for begun in starting:
+            self._await_peer(*begun)
+        missing = [name for name in names if name not in {target.name for target in self.targets}]
+        if missing:
+            self.notes.append(f"did not take part: {', '.join(missing)}")
+
+    def keep_awake(self, cores: int) -> None:
+        """Keep idle cores from sleeping, by loops that give way to everything else."""
+        for core in range(cores):
+            self._processes.start(f"awake-{core}", [sys.executable, "-c", _KEEP_AWAKE])
+
+    def start_serai(self, name: str, environment: Mapping[str, str] | None = None) -> Target:
+        """Start a whole Serai with one agent and one emulated engine. Raises BenchFailed."""
+        port, ready_file = free_port(), self.work / f"{name}.json"
+        command = [
+            sys.executable, "-m", "serai.cli.main", "up", "--emulated", "--agents", "1", "--model", MODEL,
+            "--port", str(port), "--state", str(self.work / f"{name}-state"), "--ready-file", str(ready_file),
+            f"--engine-args={' '.join(ENGINE_FLAGS)}",
+        ]  # fmt: skip
+        child = self._processes.start(name, command, environment=environment, stop_s=30)
+        self._processes.wait_until(name, child, ready_file.exists, _START_TIMEOUT_S)
+        ready = json.loads(ready_file.read_text())
+        pids: dict[str, int] = ready["pids"]
+        self._processes.also_end(pids.values())
+        gateway = tuple(pid for role, pid in pids.items() if not role.startswith("engine"))
+        engine_port = _port_in_command_line(pids["engine-0"])
+        return Target("serai", port, engine_port, {"Authorization": f"Bearer {ready['key']}"}, gateway)
+
+    def stop(self, name: str) -> None:
+        """Stop one process before the end."""
+        self._processes.end(name)
+
+    def measure(self, target: Target, task: LoadTask) -> LoadOutcome:
+        """Carry out `task` and wait until the engine behind `target` is free again."""
+        outcome = self.load.carry_out(task)
+        if not self._is_free_in_time(target):
+            self.notes.append(f"{target.name}: engine still busy {self._free_timeout_s:g} s after all clients left")
+        return outcome
+
+    def _is_free_in_time(self, target: Target) -> bool:
+        give_up_at_s = time.monotonic() + self._free_timeout_s
+        while time.monotonic() < give_up_at_s:
+            state = json.loads(get(target.engine_port, "/emulator/state"))
+            if state["running"] == 0 and state["waiting"] == 0:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _start_engine(self) -> Target:
+        port = free_port()
+        command = [sys.executable, "-m", "serai.engine_emulator", "--model", MODEL, "--port", str(port), *ENGINE_FLAGS]
+        child = self._processes.start("engine", command)
+        self._processes.wait_until("engine", child, lambda: answers(port, {}), _START_TIMEOUT_S)
+        return Target("direct", port, port)
+
+    def _start_peer(self, peer: Peer, engine_port: int) -> tuple[Target, Any]:
+        port = free_port()
+        how = peer.command(port=port, metrics_port=free_port(), engine_port=engine_port, model=MODEL, work=self.work)
+        child = self._processes.start(peer.name, how.command, environment=how.environment)
+        return Target(peer.name, port, engine_port, how.headers, (child.pid,)), child
+
+    def _await_peer(self, target: Target, child: Any) -> None:
+        """A peer that does not start is left out and a note says so: the others are measured all the same."""
+        try:
+            self._processes.wait_until(
+                target.name, child, lambda: answers(target.port, target.headers), _START_TIMEOUT_S
+            )
+        except BenchFailed as failure:
+            say(str(failure))
+            self.notes.append(str(failure).partition("\n")[0])
+        else:
+            self.targets.append(target)
+
+
+@contextmanager
+def stand(names: Iterable[str], *, keep_awake_cores: int = 0, free_timeout_s: float = 10.0) -> Iterator[Stand]:
+    """A stand with the targets of these names. Raises BenchFailed when the engine or Serai does not start."""
+    with TemporaryDirectory(prefix="serai-bench-") as work, Processes(Path(work)) as processes:
+        made = Stand(processes, Path(work), free_timeout_s)
+        made.keep_awake(keep_awake_cores)
+        made.add(list(names))
+        say(f"ready: {', '.join(target.name for target in made.targets)}")
+        yield made
+
+
+def get(port: int, path: str) -> bytes:
+    """The body of GET `path`. Raises OSError when nothing answers."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def answers(port: int, headers: Mapping[str, str]) -> bool:
+    """True when a completion comes back: a gateway that listens may not have found its engine yet."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        body = json.dumps(chat_body(tokens=1))
+        connection.request("POST", CHAT_PATH, body, {"Content-Type": "application/json", **headers})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _port_in_command_line(pid: int) -> int:
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return int(words[words.index("--port") + 1])
