@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import Counter, Gauge, Histogram
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -30,3 +32,27 @@ DURATION = Histogram(
 )
 TOKENS = Counter("serai_ingress_tokens_total", "Tokens, as engines report them in `usage`", ["model", "type"])
 EVENT_LOOP_LAG = Gauge("serai_ingress_event_loop_lag_seconds", "How late the event loop runs its timers")
+
+
+@cache
+def requests(model: str, status: int) -> Counter:
+    """`REQUESTS` for these labels. Cached: looking a child up by labels costs more than counting."""
+    return REQUESTS.labels(model, str(status))
+
+
+@cache
+def duration(model: str) -> Histogram:
+    """`DURATION` for this model."""
+    return DURATION.labels(model)
+
+
+@cache
+def ttft(model: str) -> Histogram:
+    """`TTFT` for this model."""
+    return TTFT.labels(model)
+
+
+@cache
+def tokens(model: str, kind: str) -> Counter:
+    """`TOKENS` for these labels."""
+    return TOKENS.labels(model, kind)

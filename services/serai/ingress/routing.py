@@ -63,12 +63,12 @@ class LeastLoaded(RoundRobin):
 POLICIES: dict[str, Callable[[], Policy]] = {"least-loaded": LeastLoaded, "round-robin": RoundRobin}
 
 
-def untried(
-    records: Sequence[SessionRecord], tried: Sequence[SessionRecord], allowed: Callable[[SessionRecord], bool]
-) -> list[SessionRecord]:
+def untried(records: Sequence[SessionRecord], tried: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
     """The records a (further) try may go to: never a session twice, and another allocation where there is one."""
+    if not tried:
+        return records
     sessions = {record.session for record in tried}
-    fresh = [record for record in records if record.session not in sessions and allowed(record)]
+    fresh = [record for record in records if record.session not in sessions]
     allocations = {(record.metadata.site, record.metadata.allocation) for record in tried}
     elsewhere = [r for r in fresh if (r.metadata.site, r.metadata.allocation) not in allocations]
     return elsewhere or fresh

@@ -1,0 +1,301 @@
+"""Inference calls: each is received, tried on a session, relayed or retried, and accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import structlog
+from opentelemetry.trace import Span, SpanKind
+
+from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
+from serai.contracts.session_record import SessionRecord
+from serai.ingress import metrics, retry
+from serai.ingress.http_server import ClientGone, HttpRequest
+from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
+from serai.ingress.openai_format import (
+    DONE,
+    ApiError,
+    SseRelay,
+    failure_error,
+    read_request_body,
+    read_usage,
+    unknown_model,
+    with_model,
+)
+from serai.ingress.registry_copy import RegistryCopy
+from serai.ingress.routing import Candidate, Policy, untried
+from serai.ingress.settings import IngressSettings
+from serai.runtime.bus import Bus
+from serai.runtime.telemetry import Tracing, context_of
+
+log = structlog.get_logger()
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_TO_ENGINE = ("content-type", "accept")
+_TAIL_BYTES = 4096
+CLIENT_CLOSED_REQUEST = 499
+"""Not sent, only counted: the client had left."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One client's request on its way through this ingress."""
+
+    request_id: str
+    path: str
+    model: str
+    stream: bool
+    body: bytes
+    headers: dict[str, str]
+    started_s: float
+    started_ns: int
+    traceparent: str = ""
+    span: Span | None = None
+    tried: list[SessionRecord] = field(default_factory=list)
+    first_byte_s: float = 0.0
+
+
+class Calls:
+    """Answers inference requests. What it waits for is frames from agents and room at the client."""
+
+    def __init__(
+        self,
+        settings: IngressSettings,
+        bus: Bus,
+        copy: RegistryCopy,
+        client: InferenceClient,
+        policy: Policy,
+        tracing: Tracing,
+    ) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._copy = copy
+        self._replica = copy.replica
+        self._client = client
+        self._policy = policy
+        self._tracing = tracing
+        self._request_id_prefix = secrets.token_hex(8)
+        self._request_numbers = itertools.count(1)
+        self._relayed: dict[int, HttpRequest] = {}
+
+    async def answer(self, request: HttpRequest) -> None:
+        """Hops 1 to 8 of docs/request-path.md. Raises ApiError when there is no answer but an error."""
+        call = self._receive(request)
+        status = CLIENT_CLOSED_REQUEST
+        try:
+            status = await self._try_until_answered(request, call)
+        except ApiError as error:
+            status = error.status
+            error.request_id = call.request_id
+            raise
+        except (asyncio.CancelledError, ClientGone):
+            metrics.CANCELLED.labels(call.model).inc()
+            raise
+        finally:
+            self._account(call, status)
+
+    def abort_stalled(self) -> None:
+        """Closes the connections of clients that have read nothing for too long."""
+        for stream in self._client.stalled(self._settings.client_stall_s):
+            if request := self._relayed.get(stream.id):
+                log.info("ingress.client_stalled", request_id=stream.request.request_id)
+                request.abort()
+
+    # -- receive and pick ----------------------------------------------------------------------------------------
+
+    def _receive(self, request: HttpRequest) -> Call:
+        """Hop 1. Raises ApiError naming the field that is wrong."""
+        started_s, started_ns = time.monotonic(), time.time_ns()
+        headers = request.headers
+        asked = read_request_body(request.body)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
+        to_engine = {name: headers[name] for name in _TO_ENGINE if name in headers}
+        to_engine["x-request-id"] = request_id
+        path = request.path.rstrip("/")
+        call = Call(request_id, path, asked.model, asked.stream, request.body, to_engine, started_s, started_ns)
+        parent, sampled = self._tracing.incoming(headers.get("traceparent"))
+        if sampled:
+            call.span = self._tracing.start("ingress", parent, SpanKind.SERVER, started_ns)
+            call.traceparent = context_of(call.span).traceparent
+        elif parent is not None:
+            call.traceparent = parent.traceparent
+        return call
+
+    def _pick(self, call: Call) -> SessionRecord:
+        """Hop 2: model → candidates → one session."""
+        now = time.monotonic()
+        records = untried(self._replica.routable(call.model, now), call.tried)
+        if not records:
+            raise self._nobody(call.model, now)
+        if len(records) == 1:
+            return records[0]
+        candidates = [
+            Candidate(record, self._client.in_flight(record.session), status.in_flight if status else 0)
+            for record in records
+            for status in (self._replica.status(record.session),)
+        ]
+        return self._policy.pick(call.model, candidates).record
+
+    def _nobody(self, model: str, now: float) -> ApiError:
+        if not self._bus.connected:
+            failure = InferenceFailure(FailureCode.BUS_LOST, "the gateway has lost its connection to NATS")
+            return failure_error(failure)
+        if self._replica.knows_model(model) or not self._copy.synced:
+            text = f"No session serves `{model[:200]}` at this moment."
+            return ApiError(503, text, kind="overloaded_error", code="no_session", retry_after_s=5)
+        return unknown_model(model, self._replica.models(now))
+
+    def _others(self, call: Call) -> bool:
+        return bool(untried(self._replica.routable(call.model, time.monotonic()), call.tried))
+
+    # -- try -----------------------------------------------------------------------------------------------------
+
+    async def _try_until_answered(self, request: HttpRequest, call: Call) -> int:
+        """Hops 3 to 7, once or twice; the status of the answer."""
+        while True:
+            record = self._pick(call)
+            call.tried.append(record)
+            tries = len(call.tried)
+            stream = self._send(call, record, tries)
+            self._policy.on_request_start(record.session)
+            try:
+                async with stream:
+                    head = await stream.head()
+                    verdict = retry.after_status(head.status, tries)
+                    if not (verdict.again and self._others(call)):
+                        await self._relay(request, call, stream, head)
+                        return head.status
+            except StreamFailed as failed:
+                metrics.FAILURES.labels(call.model, failed.failure.code).inc()
+                verdict = retry.after_failure(failed.failure, tries)
+                if not (verdict.again and self._others(call)):
+                    raise failure_error(failed.failure) from failed
+            finally:
+                self._policy.on_request_end(record.session, whole=stream.end is not None)
+            metrics.RETRIES.labels(call.model).inc()
+            log.info("inference.retry", request_id=call.request_id, session=record.session, reason=verdict.reason)
+
+    def _send(self, call: Call, record: SessionRecord, tries: int) -> InferenceStream:
+        """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
+        body = with_model(call.body, call.model, record.metadata.engine_model)
+        inference = InferenceRequest(
+            request_id=call.request_id,
+            path=call.path,
+            body_bytes=len(body),
+            body_frames=self._client.body_frames(len(body)),
+            window_bytes=self._settings.window_bytes,
+            deadline_s=max(0.0, call.started_s + self._settings.request_timeout_s - time.monotonic()),
+            headers=call.headers,
+            stream=call.stream,
+            traceparent=call.traceparent,
+        )
+        return self._client.stream(record.session, tries, inference, body)
+
+    # -- relay ---------------------------------------------------------------------------------------------------
+
+    async def _relay(self, request: HttpRequest, call: Call, stream: InferenceStream, head: ResponseHead) -> None:
+        """Hop 7: the answer goes to the client, as a stream of events or in one piece."""
+        headers = head.headers
+        headers["x-request-id"] = call.request_id
+        headers["x-serai-session"] = stream.session
+        if head.status == 200 and headers.get("content-type", "").startswith("text/event-stream"):
+            await self._relay_events(request, call, stream, headers | _STREAM_HEADERS)
+            return
+        body = await self._whole(stream)
+        call.first_byte_s = time.monotonic()
+        self._count_tokens(call, read_usage(body[-_TAIL_BYTES:]))
+        request.respond(head.status, headers, body)
+
+    async def _whole(self, stream: InferenceStream) -> bytes:
+        """An answer that is no stream is collected: until its end is known, an error can still be told."""
+        chunks: list[bytes] = []
+        size = 0
+        while (data := await stream.data()) is not None:
+            chunks.append(data)
+            size += len(data)
+            if size > self._settings.answer_bytes_max:
+                text = f"The answer has more than {self._settings.answer_bytes_max} bytes."
+                raise ApiError(502, text, kind="server_error", code="answer_too_large")
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _relay_events(
+        self, request: HttpRequest, call: Call, stream: InferenceStream, headers: dict[str, str]
+    ) -> None:
+        """Events pass as they came. If they break off, the client is told: never a clean end that is not one."""
+        answer = request.start(200, headers)
+        self._relayed[stream.id] = request
+        relay = SseRelay()
+        problem: ApiError | None = None
+        try:
+            while (data := await stream.data()) is not None:
+                data = relay.feed(data)
+                if not data:
+                    continue
+                if not call.first_byte_s:
+                    call.first_byte_s = time.monotonic()
+                stream.blocked_since_s = time.monotonic()
+                await answer.write(data)
+                stream.blocked_since_s = None
+            if not relay.done:
+                problem = _unfinished()
+        except StreamFailed as failed:
+            problem = failure_error(failed.failure)
+        finally:
+            self._relayed.pop(stream.id, None)
+            self._count_tokens(call, relay.usage())
+        if problem is None:
+            await answer.end(relay.rest())
+            return
+        code = problem.code or ""
+        metrics.BROKEN_STREAMS.labels(call.model, code).inc()
+        log.warning("inference.broken_stream", request_id=call.request_id, session=stream.session, code=code)
+        await answer.end(problem.event() + DONE)
+
+    # -- account -------------------------------------------------------------------------------------------------
+
+    def _count_tokens(self, call: Call, usage: dict[str, object] | None) -> None:
+        if not usage:
+            return
+        for kind in ("prompt", "completion"):
+            count = usage.get(f"{kind}_tokens")
+            if isinstance(count, int) and count > 0:
+                metrics.tokens(call.model, kind).inc(count)
+
+    def _account(self, call: Call, status: int) -> None:
+        """Hop 8: whatever happened is counted once."""
+        now = time.monotonic()
+        model = call.model if call.tried else "unknown"
+        metrics.requests(model, status).inc()
+        metrics.duration(model).observe(now - call.started_s)
+        if call.first_byte_s:
+            metrics.ttft(model).observe(call.first_byte_s - call.started_s)
+        if call.span is not None:
+            self._end_span(call, call.span, status, now)
+
+    def _end_span(self, call: Call, span: Span, status: int, now: float) -> None:
+        span.set_attributes(
+            {
+                "gen_ai.operation.name": "chat" if call.path.endswith("/chat/completions") else "text_completion",
+                "gen_ai.request.model": call.model,
+                "http.response.status_code": status,
+                "serai.request_id": call.request_id,
+                "serai.tries": len(call.tried),
+                "serai.session": call.tried[-1].session if call.tried else "",
+            }
+        )
+        if call.first_byte_s:
+            span.add_event("first byte", timestamp=call.started_ns + round((call.first_byte_s - call.started_s) * 1e9))
+        span.end(call.started_ns + round((now - call.started_s) * 1e9))
+
+
+def _unfinished() -> ApiError:
+    text = "The engine ended the stream without saying that it is done."
+    return ApiError(502, text, kind="server_error", code="stream_unfinished")

@@ -1,0 +1,387 @@
+"""The HTTP/1.1 server of the ingress, on llhttp (httptools) and asyncio transports. Why not aiohttp's: decision 0005.
+
+What it adds to the parser: the one size limit for bodies, compressed bodies, `Expect: 100-continue`, pipelining,
+time limits against idle and slow peers, back-pressure, and cancellation of the handler the moment its client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import zlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import unquote
+
+import httptools
+import structlog
+
+from serai.ingress.openai_format import ApiError
+
+log = structlog.get_logger()
+
+HEAD_BYTES_MAX = 64 * 1024
+PIPELINED_MAX = 16
+IDLE_S = 75.0
+READING_S = 60.0
+"""How long a request's head or body may make no progress."""
+LOOK_EVERY_S = 5.0
+
+_REASONS = {status.value: status.phrase for status in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ClientGone(ConnectionError):
+    """The client has closed the connection: nobody reads what would be written."""
+
+
+class HttpRequest:
+    """One request, read whole; and the way to answer it, once."""
+
+    __slots__ = ("_connection", "body", "headers", "http_1_0", "keep_alive", "method", "path", "problem")
+
+    def __init__(self, connection: HttpServerConnection, method: str, path: str, headers: dict[str, str]) -> None:
+        self._connection = connection
+        self.method = method
+        self.path = path
+        """Decoded, without the query."""
+        self.headers = headers
+        """Names in lower case; repeated ones joined by a comma."""
+        self.body = b""
+        self.keep_alive = True
+        self.http_1_0 = False
+        self.problem: ApiError | None = None
+        """Why the body could not be read; the answer must be this error."""
+
+    def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """A whole answer, in one write."""
+        head = self._head(status, headers)
+        payload = b"" if self.method == "HEAD" else body
+        self._connection.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), payload))
+
+    def start(self, status: int, headers: Mapping[str, str]) -> HttpStream:
+        """An answer whose length is not known yet; its head leaves at once."""
+        if self.http_1_0:
+            self.keep_alive = False
+            self._connection.write(self._head(status, headers) + b"\r\n")
+        else:
+            self._connection.write(self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n")
+        return HttpStream(self._connection, chunked=not self.http_1_0)
+
+    def abort(self) -> None:
+        """Closes the connection without another byte."""
+        self._connection.abort()
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
+        lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if not self.keep_alive:
+            lines.append("connection: close")
+        text = "\r\n".join(lines)
+        if text.count("\r") != len(lines) - 1 or text.count("\n") != len(lines) - 1:
+            raise ValueError("a header contains a line break")
+        return b"%s\r\ndate: %s\r\n" % (text.encode("latin-1", "replace"), self._connection.server.date)
+
+
+class HttpStream:
+    """An answer that is being written. End it with `end`; if it is not, the client sees it cut."""
+
+    __slots__ = ("_chunked", "_connection")
+
+    def __init__(self, connection: HttpServerConnection, *, chunked: bool) -> None:
+        self._connection = connection
+        self._chunked = chunked
+
+    async def write(self, data: bytes) -> None:
+        """Waits while the client is slow to read. Raises ClientGone."""
+        connection = self._connection
+        connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+        if connection.write_paused:
+            await connection.drained()
+
+    async def end(self, data: bytes = b"") -> None:
+        """Writes the last bytes and the end. Raises ClientGone."""
+        if data:
+            await self.write(data)
+        if self._chunked:
+            self._connection.write(b"0\r\n\r\n")
+
+
+Handler = Callable[[HttpRequest], Awaitable[None]]
+
+
+class HttpServer:
+    """Listens and keeps its connections. `handler` answers each request; it must not raise but ClientGone."""
+
+    def __init__(self, handler: Handler, *, body_bytes_max: int) -> None:
+        self.handler = handler
+        self.body_bytes_max = body_bytes_max
+        self.connections: set[HttpServerConnection] = set()
+        self.stopping = False
+        self.date = b""
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError when it cannot listen."""
+        self._look()
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: HttpServerConnection(self), host, port, backlog=1024
+        )
+
+    async def aclose(self) -> None:
+        """Stops listening and closes every connection; running handlers are cancelled."""
+        self.stopping = True
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self.connections):
+            connection.abort()
+
+    async def watching(self) -> None:
+        """Keeps the date and closes idle and slow connections, until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._look()
+
+    def _look(self) -> None:
+        self.date = formatdate(usegmt=True).encode()
+        now = time.monotonic()
+        for connection in tuple(self.connections):
+            connection.check_time(now)
+
+
+class HttpServerConnection(asyncio.Protocol):
+    """One client. Requests of one connection are answered one after the other, in order."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        self.write_paused = False
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._waiting: deque[HttpRequest] = deque()
+        self._drain: asyncio.Future[None] | None = None
+        self._moved_at_s = time.monotonic()
+        self._in_request = False
+        self._discard = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._url = b""
+        self._head_bytes = 0
+        self._headers: dict[str, str] = {}
+        self._request: HttpRequest | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._inflate: Any = None
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._parser = httptools.HttpRequestParser(self)
+        self.server.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._discard:
+            return
+        self._moved_at_s = time.monotonic()
+        self._in_request = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # We speak HTTP/1.1 only, and a request to change the protocol may be ignored (RFC 9110, 7.8).
+            self._parser = httptools.HttpRequestParser(self)
+        except httptools.HttpParserError as error:
+            self._refuse(ApiError(400, f"This is not a valid HTTP/1.1 request: {error}", code="invalid_http"))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.server.connections.discard(self)
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_exception(ClientGone())
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_result(None)
+
+    # -- httptools -----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._reset()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        headers = self._headers
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        self._count_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        if self._discard:
+            return
+        path = self._url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
+        if "://" in path:  # Absolute form, as sent to proxies.
+            path = "/" + path.partition("://")[2].partition("/")[2]
+        if "%" in path:
+            path = unquote(path)
+        headers = self._headers
+        request = self._request = HttpRequest(self, self._parser.get_method().decode("latin-1"), path, headers)
+        request.http_1_0 = self._parser.get_http_version() == "1.0"
+        request.keep_alive = self._parser.should_keep_alive()
+        self._check_encoding(request)
+        announced = headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > self.server.body_bytes_max:
+            self._too_large(int(announced))
+        elif headers.get("expect", "").lower() == "100-continue" and request.problem is None:
+            self._send(_CONTINUE)
+
+    def on_body(self, body: bytes) -> None:
+        request = self._request
+        if request is None or request.problem is not None:
+            return
+        if self._inflate is not None:
+            try:
+                body = self._inflate.decompress(body, self.server.body_bytes_max - self._body_bytes + 1)
+            except zlib.error as error:
+                request.problem = ApiError(400, f"The compressed request body is broken: {error}", code="invalid_body")
+                return
+        self._body.append(body)
+        self._body_bytes += len(body)
+        if self._body_bytes > self.server.body_bytes_max:
+            self._too_large(self._body_bytes)
+
+    def on_message_complete(self) -> None:
+        request, self._request = self._request, None
+        self._in_request = False
+        if request is None:
+            return
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        if self._inflate is not None and request.problem is None and not self._inflate.eof:
+            request.problem = ApiError(400, "The compressed request body is cut short.", code="invalid_body")
+        self._dispatch(request)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES_MAX and not self._discard:
+            self._refuse(
+                ApiError(431, f"The request's head has more than {HEAD_BYTES_MAX} bytes.", code="head_too_large")
+            )
+
+    def _check_encoding(self, request: HttpRequest) -> None:
+        encoding = self._headers.get("content-encoding", "identity").lower()
+        if encoding in ("gzip", "x-gzip", "deflate"):
+            self._inflate = zlib.decompressobj(wbits=47 if "gzip" in encoding else 15)
+        elif encoding != "identity":
+            text = f"Content-Encoding {encoding[:40]!r} is not understood here; send gzip, deflate or none."
+            request.problem = ApiError(415, text, code="unsupported_encoding")
+
+    def _too_large(self, size: int) -> None:
+        """Answers at once; the rest of the body is not read."""
+        limit = self.server.body_bytes_max
+        text = f"The request body has {size} bytes or more; this gateway takes at most {limit}."
+        self._refuse(ApiError(413, text, code="body_too_large"))
+
+    def _refuse(self, problem: ApiError) -> None:
+        """Answers with an error and closes; whatever else the client sends is not looked at."""
+        request = self._request or HttpRequest(self, "GET", "", dict(self._headers))
+        self._request = None
+        request.problem = problem
+        request.keep_alive = False
+        self._discard = True
+        self._in_request = False
+        self._body = []
+        self._dispatch(request)
+
+    def _dispatch(self, request: HttpRequest) -> None:
+        if self._task is not None:
+            self._waiting.append(request)
+            if len(self._waiting) > PIPELINED_MAX:
+                self.abort()
+            return
+        self._task = asyncio.get_running_loop().create_task(self._handle(request))
+
+    async def _handle(self, request: HttpRequest) -> None:
+        while True:
+            try:
+                await self.server.handler(request)
+            except ClientGone:
+                pass
+            except asyncio.CancelledError:
+                if self._transport is not None:
+                    self._transport.abort()
+                raise
+            except Exception:
+                log.exception("http.handler_failed", path=request.path)
+                self.abort()
+            self._moved_at_s = time.monotonic()
+            if not request.keep_alive or self.server.stopping:
+                self._waiting.clear()
+                self._close()
+            if not self._waiting:
+                self._task = None
+                return
+            request = self._waiting.popleft()
+
+    def write(self, data: bytes) -> None:
+        """Raises ClientGone."""
+        if self._transport is None or self._transport.is_closing():
+            raise ClientGone
+        self._transport.write(data)
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def drained(self) -> None:
+        """Returns when the client has read enough of what was written. Raises ClientGone."""
+        while self.write_paused and self._transport is not None:
+            self._drain = asyncio.get_running_loop().create_future()
+            await self._drain
+        if self._transport is None:
+            raise ClientGone
+
+    def abort(self) -> None:
+        """Closes at once; the running handler is cancelled."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _close(self) -> None:
+        if self._transport is None:
+            return
+        if self._discard and self._transport.can_write_eof():
+            # A client that is still sending would lose the answer to the reset that a plain close causes; it gets
+            # until the next look to read it.
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def check_time(self, now: float) -> None:
+        """Closes the connection when it is idle, or its request makes no progress, for too long."""
+        if self._task is not None:
+            return
+        limit_s = READING_S if self._in_request else IDLE_S
+        if now - self._moved_at_s > (LOOK_EVERY_S if self._discard else limit_s):
+            self.abort()
