@@ -6,7 +6,7 @@ STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
 
-.PHONY: help setup up smoke test check unit integration test-slurm peers bench clean
+.PHONY: help setup up smoke test check unit integration test-slurm peers bench lock clean
 
 help:
 	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
@@ -50,6 +50,17 @@ unit: setup
 
 integration: setup
 	$(BIN)/pytest tests/integration -m "not slurm"
+
+test-slurm: setup
+	command -v slurmctld munged >/dev/null || { apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm
+
+# Writes the pins anew from what the bounds in pyproject.toml allow today.
+lock:
+	rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[local,dev]'
+	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 
 clean:
 	rm -rf $(VENV) .peers $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         bus = await NatsBus.connect(settings.nats, "ingress")
         tracing = set_up_traces("ingress")
         try:
-            async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):
+            async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
                 await Ingress(settings, bus, access, tracing).run(stop)
         finally:
             await bus.aclose()

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     async def main(stop: asyncio.Event) -> None:
         bus = await NatsBus.connect(settings.nats, "registry")
         try:
-            async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):
+            async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
                 await Registry(settings, bus).run(stop)
         finally:
             await bus.aclose()

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         bus = await NatsBus.connect(settings.nats, "agent")
         tracing = set_up_traces("agent")
         try:
-            async with serve_metrics(settings.metrics_port), watch_bus(bus.closed):
+            async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
                 await WorkerAgent(settings, engine, command, bus, tracing).run(stop)
         finally:
             await bus.aclose()

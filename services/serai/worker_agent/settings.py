@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass
 
-from serai.runtime.connection_settings import ConnectionSettings
+from serai.runtime.connection_settings import ConnectionSettings, host_name
 from serai.runtime.http1 import Origin
 from serai.runtime.settings import setting
 from serai.worker_agent.engine.kinds import ENGINES
@@ -52,12 +52,13 @@ class AgentSettings(ConnectionSettings):
 
     @property
     def allocation_name(self) -> str:
-        """Slurm's job, Kubernetes' pod, or this process on this host."""
+        """Slurm's job, Kubernetes' pod, or this process on this host: retries go to another allocation, so the name must
+        differ between hosts."""
         return (
             self.allocation
             or (f"slurm-{os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else "")
             or os.environ.get("POD_NAME", "")
-            or f"host-{os.getpid()}"
+            or f"host-{host_name()}-{os.getpid()}"
         )
 
     @property

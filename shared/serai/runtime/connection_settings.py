@@ -20,7 +20,8 @@ class ConnectionSettings:
     site: str = setting("local", "name of this site, one administrative domain")
     log_level: str = setting("info", "debug, info, warning or error")
     log_json: bool | None = setting(None, "JSON log lines; without a terminal they always are", flag="--log-json")
-    metrics_port: int = setting(0, "port for Prometheus metrics on loopback; 0 = none")
+    metrics_port: int = setting(0, "port for Prometheus metrics; 0 = none")
+    metrics_host: str = setting("127.0.0.1", "address for Prometheus metrics; 0.0.0.0 for all")
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.nats_url)

@@ -89,13 +89,13 @@ async def watch_bus(closed: Awaitable[None]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def serve_metrics(port: int) -> AsyncIterator[None]:
-    """Prometheus metrics on 127.0.0.1:`port` during the block; 0 = not at all. Raises ServiceFailure."""
+async def serve_metrics(host: str, port: int) -> AsyncIterator[None]:
+    """Prometheus metrics on `host:port` during the block; 0 = not at all. Raises ServiceFailure."""
     if port == 0:
         yield
         return
     try:
-        server, thread = prometheus_client.start_http_server(port, addr="127.0.0.1")
+        server, thread = prometheus_client.start_http_server(port, addr=host)
     except OSError as error:
         raise ServiceFailure(f"--metrics-port {port}: {error.strerror}; choose another", exit_code=2) from error
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
+from serai.worker_agent.engine.openai import OpenAiEngine, is_serai_engine, runs_module, with_port_flags
 
 
 class EmulatedEngine(OpenAiEngine):
@@ -13,9 +13,7 @@ class EmulatedEngine(OpenAiEngine):
     kind = "emulated"
 
     def recognises(self, command: Sequence[str]) -> bool:
-        return (program(command) == "serai" and tuple(command[1:3]) == ("engine", "emulate")) or runs_module(
-            command, "serai.engine_emulator"
-        )
+        return is_serai_engine(command, "emulate") or runs_module(command, "serai.engine_emulator")
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)

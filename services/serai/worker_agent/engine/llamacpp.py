@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
+from serai.worker_agent.engine.openai import (
+    OpenAiEngine,
+    is_serai_engine,
+    program,
+    runs_module,
+    with_port_flags,
+)
 
 
 class LlamaCppEngine(OpenAiEngine):
@@ -14,7 +20,11 @@ class LlamaCppEngine(OpenAiEngine):
     kind = "llamacpp"
 
     def recognises(self, command: Sequence[str]) -> bool:
-        return program(command) == "llama-server" or runs_module(command, "serai.worker_agent.engine.llamacpp_server")
+        return (
+            program(command) == "llama-server"
+            or is_serai_engine(command, "llamacpp")
+            or runs_module(command, "serai.worker_agent.engine.llamacpp_server")
+        )
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)

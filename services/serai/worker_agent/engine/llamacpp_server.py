@@ -27,8 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     try:
         import xllamacpp
-    except ImportError:
+    except ModuleNotFoundError:
         sys.stderr.write("serai engine llamacpp: needs xllamacpp; install it with: pip install 'serai[local]'\n")
+        return 2
+    except ImportError as error:  # A shared library that xllamacpp needs, most often OpenMP (Debian's libgomp1).
+        sys.stderr.write(f"serai engine llamacpp: xllamacpp cannot be loaded: {error}\n")
         return 2
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -77,3 +77,8 @@ def program(command: Sequence[str]) -> str:
 def runs_module(command: Sequence[str], module: str) -> bool:
     """Whether `command` is `python -m module …`."""
     return any(a == "-m" and b.startswith(module) for a, b in pairwise(command))
+
+
+def is_serai_engine(command: Sequence[str], kind: str) -> bool:
+    """Whether `command` is `serai engine KIND …`."""
+    return program(command) == "serai" and tuple(command[1:3]) == ("engine", kind)
