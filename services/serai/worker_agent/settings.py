@@ -52,8 +52,8 @@ class AgentSettings(ConnectionSettings):
 
     @property
     def allocation_name(self) -> str:
-        """Slurm's job, Kubernetes' pod, or this process on this host: retries go to another allocation, so the name must
-        differ between hosts."""
+        """Slurm's job, Kubernetes' pod, or this process on this host. Retries go to another allocation, so the name
+        differs between hosts."""
         return (
             self.allocation
             or (f"slurm-{os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else "")

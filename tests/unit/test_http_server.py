@@ -1,0 +1,290 @@
+"""What clients do to HTTP servers, with raw sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import zlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from serai.ingress.http_server import HEAD_BYTES_MAX, ClientGone, HttpRequest, HttpServer
+
+LIMIT = 1000
+CHUNKED = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def echo(request: HttpRequest) -> None:
+    """Answers with what was understood."""
+    if request.problem is not None:
+        request.respond(request.problem.status, {"x-code": request.problem.code or ""}, request.problem.body())
+        return
+    text = f"{request.method} {request.path} {request.headers.get('x-a', '')} ".encode()
+    request.respond(200, {"content-type": "text/plain"}, text + request.body)
+
+
+def serve(
+    talk: Callable[[Client, HttpServer], Awaitable[None]], handler: Callable[[HttpRequest], Awaitable[None]] = echo
+) -> None:
+    async def main() -> None:
+        server = HttpServer(handler, body_bytes_max=LIMIT)
+        await server.start("127.0.0.1", 0)
+        assert server._server is not None
+        port = server._server.sockets[0].getsockname()[1]
+        client = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            async with asyncio.timeout(10):
+                await talk(client, server)
+        finally:
+            client[1].close()
+            await server.aclose()
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {line.split(": ", 1)[0]: line.split(": ", 1)[1] for line in head[1:] if line}
+    if headers.get("transfer-encoding") == "chunked":
+        body = b""
+        while size := int(await reader.readline(), 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        await reader.readexactly(2)
+    else:
+        body = await reader.readexactly(int(headers["content-length"]))
+    return int(head[0].split()[1]), headers, body
+
+
+def post(body: bytes, *headers: str, path: str = "/x") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: h", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def test_requests_follow_each_other_on_one_connection_and_paths_are_decoded() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        for path, seen in (
+            ("/a%20b?q=1", "/a b"),
+            ("http://h/abs", "/abs"),
+            ("/v1/models/org%2Fm", "/v1/models/org/m"),
+        ):
+            writer.write(post(b"body", "X-A: 1", "X-A: 2", path=path))
+            status, headers, body = await answer(reader)
+            assert (status, body) == (200, f"POST {seen} 1, 2 body".encode())
+            assert headers["date"].endswith("GMT")
+            assert "connection" not in headers
+
+    serve(talk)
+
+
+def test_any_cutting_of_a_request_is_the_same_request() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        for byte in post(b"in pieces"):
+            writer.write(bytes((byte,)))
+            await asyncio.sleep(0)
+        assert (await answer(reader))[2] == b"POST /x  in pieces"
+        writer.write(CHUNKED + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+        assert (await answer(reader))[2] == b"POST /c  abcde"
+
+    serve(talk)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    gate = asyncio.Event()
+
+    async def slow_first(request: HttpRequest) -> None:
+        if request.body == b"0":
+            await gate.wait()
+        await echo(request)
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"".join(post(str(n).encode()) for n in range(5)))
+        await writer.drain()
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+        assert [(await answer(reader))[2][-1:] for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+
+    serve(talk, slow_first)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "encode"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)]
+)
+def test_compressed_bodies_are_read(encoding: str, encode: Callable[[bytes], bytes]) -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(post(encode(b"squeezed"), f"Content-Encoding: {encoding}"))
+        assert (await answer(client[0]))[2] == b"POST /x  squeezed"
+
+    serve(talk)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (post(b"x" * (LIMIT + 1)), 413, "body_too_large"),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 99999999999\r\n\r\n", 413, "body_too_large"),
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000,
+            413,
+            "body_too_large",
+        ),
+        (post(gzip.compress(b"x" * 100_000), "Content-Encoding: gzip"), 413, "body_too_large"),
+        (post(b"not gzip", "Content-Encoding: gzip"), 400, "invalid_body"),
+        (post(gzip.compress(b"x" * 50)[:-10], "Content-Encoding: gzip"), 400, "invalid_body"),
+        (post(b"x", "Content-Encoding: br"), 415, "unsupported_encoding"),
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * (HEAD_BYTES_MAX + 10) + b"\r\n\r\n", 431, "head_too_large"),
+        (b"complete nonsense\r\n\r\n", 400, "invalid_http"),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: many\r\n\r\n", 400, "invalid_http"),
+    ],
+)
+def test_what_cannot_be_read_is_told(request_bytes: bytes, status: int, code: str) -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(request_bytes)
+        got, headers, body = await answer(reader)
+        assert (got, headers["x-code"]) == (status, code), body
+
+    serve(talk)
+
+
+def test_a_refused_body_is_not_read_and_the_connection_ends() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\nExpect: 100-continue\r\n\r\n")
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (413, "close")
+        assert await reader.read() == b"", "no 100 Continue, and nothing after the answer"
+
+    serve(talk)
+
+
+def test_expect_is_answered_before_the_body_comes() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"POST /e HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"hi")
+        assert (await answer(reader))[2] == b"POST /e  hi"
+
+    serve(talk)
+
+
+def test_http_1_0_head_and_close_are_honoured() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"HEAD /h HTTP/1.1\r\nHost: h\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"content-length: 9\r\n" in head
+        writer.write(b"GET /z HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert await reader.read() == b""
+
+    serve(talk)
+
+
+def test_a_request_to_change_the_protocol_is_served_as_http_1_1() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"GET /u HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.write(post(b"still here"))
+        assert (await answer(reader))[2] == b"POST /x  still here"
+
+    serve(talk)
+
+
+def test_the_handler_is_cancelled_when_its_client_leaves() -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_ever(request: HttpRequest) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(post(b""))
+        await started.wait()
+        client[1].close()
+        await cancelled.wait()
+        assert not server.connections
+
+    serve(talk, wait_for_ever)
+
+
+def test_a_slow_reader_holds_the_writer_and_a_gone_one_ends_it() -> None:
+    held, ended = asyncio.Event(), asyncio.Event()
+
+    async def stream(request: HttpRequest) -> None:
+        answer = request.start(200, {"content-type": "text/event-stream"})
+        try:
+            while True:
+                writing = asyncio.ensure_future(answer.write(b"x" * 65536))
+                done, _ = await asyncio.wait({writing}, timeout=0.3)
+                if not done:
+                    held.set()
+                await writing
+        except (ClientGone, asyncio.CancelledError):
+            ended.set()
+            raise
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(post(b""))
+        await reader.readuntil(b"\r\n\r\n")
+        await held.wait()
+        writer.transport.abort()
+        await ended.wait()
+
+    serve(talk, stream)
+
+
+def test_a_stream_that_is_not_ended_is_cut_for_the_client() -> None:
+    async def broken(request: HttpRequest) -> None:
+        answer = request.start(200, {})
+        await answer.write(b"half")
+        raise RuntimeError("a bug in the handler")
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(post(b""))
+        await reader.readuntil(b"\r\n\r\n")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readuntil(b"0\r\n\r\n")
+
+    serve(talk, broken)
+
+
+def test_headers_cannot_be_split() -> None:
+    async def evil(request: HttpRequest) -> None:
+        with pytest.raises(ValueError, match="line break"):
+            request.respond(200, {"x": "a\r\nset-cookie: b"}, b"")
+        request.respond(200, {"x": "fine"}, b"ok")
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(post(b""))
+        assert (await answer(client[0]))[1]["x"] == "fine"
+
+    serve(talk, evil)
+
+
+def test_idle_and_stuck_connections_are_closed() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"POST / HTTP/1.1\r\nContent-Le")
+        await asyncio.sleep(0.02)
+        (connection,) = server.connections
+        connection.check_time(connection._moved_at_s + 59)
+        assert server.connections
+        connection.check_time(connection._moved_at_s + 61)
+        await reader.read()  # The end, as far as the client sees.
+        assert not server.connections
+
+    serve(talk)
