@@ -18,10 +18,11 @@ from serai.bench.percentiles import median_of, percentile
 from serai.bench.processes import BenchFailed, cpu_s, rss_mb
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.bench.stand import CHAT_PATH, ENGINE_FLAGS, Stand, Target, chat_body, stand
-from serai.bench.targets import add_target_arguments, chosen_targets, end_on_sigterm
+from serai.bench.targets import add_target_arguments, check_target_arguments, chosen_targets, end_on_sigterm
 
 _SHORT_STREAM_TOKENS = 8
 _LONG_STREAM_TOKENS = 200
+_FULL_ROUNDS = 5
 _QUICK_TARGETS = 5
 
 
@@ -120,18 +121,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     add_report_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--rounds", type=int, help="how often each target is measured (5; with --quick 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Exit status 1 when the stand does not come up."""
+    check_target_arguments(arguments)
     end_on_sigterm()
-    rounds = arguments.rounds or (1 if arguments.quick else 5)
+    rounds = arguments.rounds or (1 if arguments.quick else _FULL_ROUNDS)
     cores = len(os.sched_getaffinity(0)) if arguments.keep_awake else 0
     free_timeout_s = _FREE_TIMEOUT_QUICK_S if arguments.quick else _FREE_TIMEOUT_S
     try:
         with stand(chosen_targets(arguments), keep_awake_cores=cores, free_timeout_s=free_timeout_s) as up:
-            times = _times(len(up.targets), arguments.quick)
+            times = _times(len(up.targets), arguments)
             samples = _measure_all(up, rounds, times)
             memory = {target.name: rss_mb(target.pids) for target in up.targets}
             names = [target.name for target in up.targets]
@@ -164,11 +165,11 @@ def figures_of(samples: Sequence[Sample], memory_mb: Mapping[str, float]) -> dic
     return {**figures, **{f"{name}_rss_mb": value for name, value in memory_mb.items()}, **errors}
 
 
-def _times(targets: int, quick: bool) -> dict[str, Times]:
+def _times(targets: int, arguments: argparse.Namespace) -> dict[str, Times]:
     """Times by figure. Few targets leave each more of the minute that `--quick` may take."""
-    if not quick:
-        return {measure.figure: measure.full for measure in MEASURES}
-    factor = max(1.0, _QUICK_TARGETS / targets)
+    if not arguments.quick:
+        return {measure.figure: measure.full.stretched(arguments.stretch) for measure in MEASURES}
+    factor = arguments.stretch * max(1.0, _QUICK_TARGETS / targets)
     return {measure.figure: measure.quick.stretched(factor) for measure in MEASURES}
 
 

@@ -31,6 +31,7 @@ _DRAIN_S_MAX = 10.0
 # A token is an event whose content begins with a space, as all of the emulated engine's do. Gateways that write the
 # JSON anew may put a space after the colon.
 _TOKEN_MARKS = (b'"content":" ', b'"content": " ')
+_LONGEST_MARK = max(_TOKEN_MARKS, key=len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ class Connection(asyncio.Protocol):
         self.sent_at = 0.0
         self._measured = False
         self._tokens = 0
-        self._mark = _TOKEN_MARKS[0]
+        self._mark: bytes | None = None
         self._tail = b""
 
     def send(self, message: bytes) -> None:
@@ -317,12 +318,11 @@ class Connection(asyncio.Protocol):
         if not self._run.stream:
             return
         seen = self._tail + body
-        tokens = seen.count(self._mark)
-        if not tokens and not self._tokens and seen.count(_TOKEN_MARKS[1]):
-            self._mark = _TOKEN_MARKS[1]
-            tokens = seen.count(self._mark)
+        if self._mark is None:
+            self._mark = next((mark for mark in _TOKEN_MARKS if mark in seen), None)
+        tokens = seen.count(self._mark) if self._mark is not None else 0
         # A mark may be cut by a read; one byte less than the mark, so that none is counted twice.
-        self._tail = seen[1 - len(self._mark) :]
+        self._tail = seen[1 - len(self._mark or _LONGEST_MARK) :]
         if tokens:
             if self._tokens == 0 and self._measured and self._run.measuring:
                 self._run.outcome.first_tokens_ms.append((time.perf_counter() - self.sent_at) * 1000)

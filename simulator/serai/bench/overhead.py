@@ -19,12 +19,13 @@ from serai.bench.percentiles import median_of, percentile
 from serai.bench.processes import BenchFailed, rss_mb
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.bench.stand import CHAT_PATH, ENGINE_FLAGS, Stand, Target, chat_body, stand
-from serai.bench.targets import add_target_arguments, chosen_targets, end_on_sigterm
+from serai.bench.targets import add_target_arguments, check_target_arguments, chosen_targets, end_on_sigterm
 from serai.bench.trace_file import hops, read_spans
 
 # Requests a second, and for how many seconds of a round: the slow ones need time to have samples at all.
 _FULL_S = {1: 20.0, 4: 10.0, 16: 15.0, 64: 5.0}
 _QUICK_S = {1: 7.0, 4: 4.0, 16: 4.0, 64: 2.0}
+_FULL_ROUNDS = 4
 _P99_RATE = 16
 _WARMUP_S = 0.5
 _CONNECTIONS = 8
@@ -52,15 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     add_report_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--rounds", type=int, help="how often each target is measured (4; with --quick 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Exit status 1 when the stand does not come up."""
+    check_target_arguments(arguments)
     end_on_sigterm()
     quick = arguments.quick
-    rounds = arguments.rounds or (1 if quick else 4)
-    durations_s = _QUICK_S if quick else _FULL_S
+    rounds = arguments.rounds or (1 if quick else _FULL_ROUNDS)
+    durations_s = {rate: s * arguments.stretch for rate, s in (_QUICK_S if quick else _FULL_S).items()}
     cores = len(os.sched_getaffinity(0)) if arguments.keep_awake else 0
     # A minute has no room for the peers; asked for by name they are measured all the same.
     names = chosen_targets(arguments, peers=not quick)

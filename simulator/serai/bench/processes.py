@@ -81,9 +81,11 @@ class Processes:
         give_up_at_s = time.monotonic() + timeout_s
         while not is_ready():
             if child.poll() is not None:
-                raise BenchFailed(f"{name} ended with status {child.returncode} at its start\n{self._log_end(name)}")
+                raise BenchFailed(
+                    f"{name} ended with status {child.returncode} at its start\n{last_lines([self.log_of(name)])}"
+                )
             if time.monotonic() > give_up_at_s:
-                raise BenchFailed(f"{name} was not ready within {timeout_s:g} s\n{self._log_end(name)}")
+                raise BenchFailed(f"{name} was not ready within {timeout_s:g} s\n{last_lines([self.log_of(name)])}")
             time.sleep(0.05)
 
     def end(self, name: str) -> None:
@@ -115,10 +117,16 @@ class Processes:
                 os.kill(pid, signal.SIGKILL)
         self._others.clear()
 
-    def _log_end(self, name: str) -> str:
+
+def last_lines(logs: Iterable[Path]) -> str:
+    """The end of each log, under its name; logs that are not there or empty are left out."""
+    parts = []
+    for log in logs:
         with contextlib.suppress(OSError):
-            return self.log_of(name).read_bytes()[-_LAST_LOG_BYTES:].decode("utf-8", "replace")
-        return ""
+            end = log.read_bytes()[-_LAST_LOG_BYTES:].decode("utf-8", "replace").strip()
+            if end:
+                parts.append(f"--- the end of {log.name}:\n{end}")
+    return "\n".join(parts)
 
 
 def rss_mb(pids: Iterable[int]) -> float:

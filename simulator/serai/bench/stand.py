@@ -1,7 +1,7 @@
-"""The test stand: one emulated engine, and in front of it, or of one just like it, each gateway to be compared.
+"""The test stand: each gateway to be compared, up at the same time, each before an emulated engine of its own.
 
-All gateways are up during the whole run and only one is under load at a time, so that what disturbs the machine
-disturbs each alike. Everything listens on 127.0.0.1.
+Only one is under load at a time, so that what disturbs the machine disturbs each alike; and with an engine of its
+own, a gateway that is slow to drop its requests leaves them to itself. Everything listens on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from serai.bench.load import LoadOutcome, LoadTask
 from serai.bench.peers import HOST, Peer, find_peers
-from serai.bench.processes import BenchFailed, Processes
+from serai.bench.processes import BenchFailed, Processes, last_lines
 from serai.bench.report import say
 from serai.worker_agent.engine.process import free_port
 
@@ -83,12 +84,11 @@ class Stand:
         self.load = LoadGenerator(processes)
 
     def add(self, names: Sequence[str]) -> None:
-        """Start the targets of these names: the engine first, then all gateways side by side."""
-        engine = self._start_engine()
-        peers = [peer for peer in find_peers() if peer.name in names]
-        starting = [self._start_peer(peer, engine.port) for peer in peers]
+        """Start the targets of these names, all side by side."""
+        starting = [self._start_peer(peer) for peer in find_peers() if peer.name in names]
         if "direct" in names:
-            self.targets.append(engine)
+            port = self._start_engine("direct")
+            self.targets.append(Target("direct", port, port))
         if "serai" in names:
             self.targets.append(self.start_serai("serai"))
         for begun in starting:
@@ -133,26 +133,31 @@ class Stand:
     def _is_free_in_time(self, target: Target) -> bool:
         give_up_at_s = time.monotonic() + self._free_timeout_s
         while time.monotonic() < give_up_at_s:
-            state = json.loads(get(target.engine_port, "/emulator/state"))
+            try:
+                state = json.loads(get(target.engine_port, "/emulator/state"))
+            except OSError as error:
+                logs = last_lines([*sorted(self.work.glob("*-state/logs/*.log")), *sorted(self.work.glob("*.log"))])
+                raise BenchFailed(f"{target.name}: its engine is gone: {error}\n{logs}") from error
             if state["running"] == 0 and state["waiting"] == 0:
                 return True
             time.sleep(0.05)
         return False
 
-    def _start_engine(self) -> Target:
-        port = free_port()
+    def _start_engine(self, before: str) -> int:
+        """Start the engine of one target; its port."""
+        port, name = free_port(), f"engine-{before}"
         command = [sys.executable, "-m", "serai.engine_emulator", "--model", MODEL, "--port", str(port), *ENGINE_FLAGS]
-        child = self._processes.start("engine", command)
-        self._processes.wait_until("engine", child, lambda: answers(port, {}), _START_TIMEOUT_S)
-        return Target("direct", port, port)
+        child = self._processes.start(name, command)
+        self._processes.wait_until(name, child, lambda: answers(port, {}), _START_TIMEOUT_S)
+        return port
 
-    def _start_peer(self, peer: Peer, engine_port: int) -> tuple[Target, Any]:
-        port = free_port()
+    def _start_peer(self, peer: Peer) -> tuple[Target, Popen[bytes]]:
+        port, engine_port = free_port(), self._start_engine(peer.name)
         how = peer.command(port=port, metrics_port=free_port(), engine_port=engine_port, model=MODEL, work=self.work)
         child = self._processes.start(peer.name, how.command, environment=how.environment)
         return Target(peer.name, port, engine_port, how.headers, (child.pid,)), child
 
-    def _await_peer(self, target: Target, child: Any) -> None:
+    def _await_peer(self, target: Target, child: Popen[bytes]) -> None:
         """A peer that does not start is left out and a note says so: the others are measured all the same."""
         try:
             self._processes.wait_until(

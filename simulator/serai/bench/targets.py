@@ -18,6 +18,10 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: direct, serai, and peers; without it, all that are installed in .peers/ or in the "
         "folder that SERAI_PEERS names",
     )
+    parser.add_argument("--rounds", type=int, help="how often each target is measured")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="multiplies all measuring times: longer is steadier (%(default)s)"
+    )
     parser.add_argument(
         "--keep-awake",
         action="store_true",
@@ -37,6 +41,14 @@ def chosen_targets(arguments: argparse.Namespace, *, peers: bool = True) -> list
         known = ", ".join((*OURS, *installed))
         sys.exit(f"--targets: no {', '.join(unknown)} here; there are {known} (`make peers` installs more)")
     return ["direct", *[name for name in asked if name != "direct"]]
+
+
+def check_target_arguments(arguments: argparse.Namespace) -> None:
+    """Ends the program, with a line that says why, when a flag cannot be."""
+    if not 0.05 <= arguments.stretch <= 100:
+        sys.exit(f"--stretch must be from 0.05 to 100, not {arguments.stretch:g}")
+    if arguments.rounds is not None and not 1 <= arguments.rounds <= 100:
+        sys.exit(f"--rounds must be from 1 to 100, not {arguments.rounds}")
 
 
 def end_on_sigterm() -> None:
