@@ -79,6 +79,8 @@ _NVLINK = "vendor datasheet of the GPU: total both directions, halved"
 _PCIE = "PCI-SIG raw rate x16 one direction after encoding"
 _NETWORK = "line rate; latency as measured by common RDMA or TCP tests"
 
+NO_LINK_COST = Link("ideal", 1e18, 0.0, "moves any message in no time: the textbook roofline, which leaves it out")
+
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
@@ -140,16 +142,16 @@ GPUS: dict[str, Gpu] = {
             "hopper"),
         Gpu("gh200-144", 146831 * MIB, 4900e9, 989e12, 1979e12, 1979e12, 0, "nvlink4", "pcie5", 700, 90, _GH200,
             "hopper"),
-        Gpu("l20", 46068 * MIB, 864e9, 119.5e12, 239e12, 239e12, 0, "pcie4", "pcie4", 275, 35, _L20, "ada"),
-        Gpu("l40s", 46068 * MIB, 864e9, 362.05e12, 733e12, 733e12, 0, "pcie4", "pcie4", 350, 35, _L40S, "ada"),
+        Gpu("l20", 46068 * MIB, 864e9, 119.5e12, 239e12, 239e12, 0, "pcie4", "pcie4", 275, 35, _L20, "gddr"),
+        Gpu("l40s", 46068 * MIB, 864e9, 362.05e12, 733e12, 733e12, 0, "pcie4", "pcie4", 350, 35, _L40S, "gddr"),
         Gpu("rtx-3090", 24576 * MIB, 936e9, 71e12, 0, 284e12, 0, "pcie4", "pcie4", 350, 25, _AMPERE, "ampere-gddr"),
         Gpu("rtx-4090", 24564 * MIB, 1008e9, 165.2e12, 330.3e12, 660.6e12, 0, "pcie4", "pcie4", 450, 22, _ADA,
-            "ada"),
+            "gddr"),
         Gpu("a40", 46068 * MIB, 696e9, 149.7e12, 0, 299.3e12, 0, "pcie4", "pcie4", 300, 30, _AMPERE, "ampere-gddr"),
         Gpu("rtx-a6000", 49140 * MIB, 768e9, 154.8e12, 0, 309.7e12, 0, "pcie4", "pcie4", 300, 25, _AMPERE,
             "ampere-gddr"),
         Gpu("rtx-pro-6000", 97887 * MIB, 1597e9, 503.8e12, 1007.6e12, 1007.6e12, 2015e12, "pcie5", "pcie5", 600, 35,
-            _RTX_PRO, "blackwell-gddr"),
+            _RTX_PRO, "gddr"),
         Gpu("b200", 183359 * MIB, 7700e9, 2250e12, 4500e12, 4500e12, 9000e12, "nvlink5", "pcie5", 1000, 140, _BLACKWELL,
             "blackwell"),
         Gpu("gb200", 189471 * MIB, 8000e9, 2500e12, 5000e12, 5000e12, 10000e12, "nvlink5", "pcie5", 1200, 150,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
+from math import log
 
 import msgspec
 
@@ -43,6 +44,9 @@ class Efficiency:
     """All-reduce; above 1 where switches add up on the way (NVLink SHARP)."""
     link_bandwidth_large: float = 1.0
     """Further factor for messages of `communication.LARGE_MESSAGE_BYTES` and more."""
+    ridge_sharpness: float = 100.0
+    """How sharply a matrix product turns from memory-bound to multiplication-bound: exponent n in
+    (multiply^n + read^n)^(1/n). 100 is the corner of the pure roofline; kernels reach 2 to 6. Not a share."""
     routing_evenness: float = 100.0
     """How evenly tokens spread over experts: shape of the Gamma law of their popularity. 100 is even; 1 to 3 is what
     trained routers do. Not a share, but fitted with the others."""
@@ -123,8 +127,9 @@ def decode_profile(data: bytes, source: str) -> LatencyProfile:
         raise BadProfile(f"{source}: {error}") from error
     for factor in fields(Efficiency):
         value = getattr(profile.efficiency, factor.name)
-        if not 0 < value <= 2:
-            raise BadProfile(f"{source}: field `efficiency.{factor.name}` is {value}, not in 0..2")
+        most = 100.0 if factor.name in ("ridge_sharpness", "routing_evenness") else 2.0
+        if not 0 < value <= most:
+            raise BadProfile(f"{source}: field `efficiency.{factor.name}` is {value}, not in 0..{most:g}")
     for overhead in fields(Overheads):
         value = getattr(profile.overheads, overhead.name)
         if not 0 <= value <= 1:
@@ -145,18 +150,18 @@ def shipped_profiles() -> dict[tuple[str, str], LatencyProfile]:
 def profile_for(gpu_name: str, engine: str = "vllm") -> LatencyProfile:
     """The shipped profile for a GPU and engine: the very pair, else the nearest that was measured.
 
-    Nearest: the same engine on a GPU of the same family; then any engine on the same GPU, then on its family; then
-    the same engine on any GPU. The returned profile's provenance says which one stood in.
+    Nearest: the same engine on a GPU of the same family; then another engine on that family; then the same engine on
+    the GPU with the nearest memory bandwidth. The returned profile's provenance says which one stood in.
     Raises UnknownHardware when the GPU is not in the catalogue.
     """
     gpu = find_gpu(gpu_name)
     shipped = shipped_profiles()
 
-    def distance(item: tuple[tuple[str, str], LatencyProfile]) -> tuple[int, int, int, str, str]:
-        (other, other_engine), _ = item
-        family = GPUS[other].family if other in GPUS else ""
-        strange = (other != gpu.name) + (family != gpu.family)
-        return (int(family != gpu.family), int(other_engine != engine), strange, other, other_engine)
+    def distance(item: tuple[tuple[str, str], LatencyProfile]) -> tuple[bool, bool, bool, float, str]:
+        (name, stack), _ = item
+        other = GPUS[name]
+        apart = abs(log(other.memory_bandwidth_bytes_s / gpu.memory_bandwidth_bytes_s))
+        return (other.family != gpu.family, stack != engine, name != gpu.name, apart, f"{name}.{stack}")
 
     (name, stack), profile = min(shipped.items(), key=distance)
     if (name, stack) == (gpu.name, engine):

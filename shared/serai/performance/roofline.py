@@ -19,6 +19,7 @@ from statistics import NormalDist
 
 from serai.performance import memory
 from serai.performance.communication import LARGE_MESSAGE_BYTES, all_reduce_s, transfer_s
+from serai.performance.energy import Activity, energy_j
 from serai.performance.hardware import ComputeFormat, Gpu, Link, find_link
 from serai.performance.latency_model import BadStep, PrefillChunk, Step, StepTime
 from serai.performance.latency_profile import PURE_ROOFLINE, LatencyProfile
@@ -51,6 +52,15 @@ def fullest_rank(mean: float, variance: float, ranks: int) -> float:
 @cache
 def _largest_of(draws: int) -> float:
     return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
+
+
+def either(multiply_s: float, read_s: float, sharpness: float) -> float:
+    """Time of an operator that needs `multiply_s` of multiplication and `read_s` of memory: the larger, rounded off
+    at the ridge, where both are near each other, by the exponent `sharpness`."""
+    larger, smaller = (multiply_s, read_s) if multiply_s > read_s else (read_s, multiply_s)
+    if sharpness >= 50 or smaller < 0.1 * larger:
+        return larger
+    return float(larger * (1.0 + (smaller / larger) ** sharpness) ** (1.0 / sharpness))
 
 
 def kernels(card: ModelCard) -> int:
@@ -259,6 +269,30 @@ class RooflineModel:
         """Time to send the keys and values of `tokens` tokens to another instance over `link`, in seconds."""
         return transfer_s(tokens * self.kv_bytes_per_token(), link, bandwidth_share)
 
+    def head_s(self, sequences: int) -> float:
+        """Time of the output head for `sequences` sequences, in seconds; part of every step."""
+        return max(sequences * self._head.multiply_s, self._head.weights_s + sequences * self._head.activations_s)
+
+    def activity(self, step: Step) -> Activity:
+        """How the step's time is spent: multiplying, moving memory, or waiting (communication, launches, host)."""
+        parts = self._parts(step)
+        tokens = step.decode_sequences + sum(chunk.new_tokens for chunk in step.chunks)
+        multiplying = sum(
+            tokens * m.multiply_s
+            for m in self._matrices
+            if tokens * m.multiply_s > m.weights_s + tokens * m.activations_s
+        )
+        if step.chunks:
+            multiplying += parts[2]
+        if self.card.experts is not None and tokens * self._expert_multiply_s >= 0.9 * parts[1]:
+            multiplying += parts[1]
+        device = sum(parts[:4])
+        return Activity(min(multiplying, device), max(0.0, device - multiplying), parts[4] + parts[5])
+
+    def energy_j(self, step: Step) -> float:
+        """Energy the instance's GPUs use in one step, in joules."""
+        return energy_j(self.gpu, self.parallelism.gpus, self.activity(step))
+
     def with_profile(self, profile: LatencyProfile) -> RooflineModel:
         """The same instance with other factors."""
         return RooflineModel(
@@ -288,11 +322,10 @@ class RooflineModel:
         if not tokens:
             return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         sequences = decodes + len(step.chunks)
-        linear = max(sequences * self._head.multiply_s, self._head.weights_s + sequences * self._head.activations_s)
+        linear = self.head_s(sequences)
+        sharpness = self.profile.efficiency.ridge_sharpness
         for matrix in self._matrices:
-            multiply = tokens * matrix.multiply_s
-            read = matrix.weights_s + tokens * matrix.activations_s
-            linear += max(read, multiply)
+            linear += either(tokens * matrix.multiply_s, matrix.weights_s + tokens * matrix.activations_s, sharpness)
         experts = self._experts_s(tokens)
         attention = self._attention_s(step.chunks, decodes, context)
         elementwise = tokens * self._elementwise_s
@@ -323,7 +356,7 @@ class RooflineModel:
             multiply *= fullest_rank(assigned, assigned + uneven, ranks)
             share = touched / experts.count
             read *= fullest_rank(share, share * (1 - share) * ranks / experts.count, ranks)
-        return max(multiply, read)
+        return either(multiply, read, self.profile.efficiency.ridge_sharpness)
 
     def _attention_s(self, chunks: Sequence[PrefillChunk], decodes: int, context: float) -> float:
         pair_s, decode_pair_s, read_s = self._attention

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from math import log
 
 from serai.bench.profile.silicon import ENGINES, PATH, ServedRow
+from serai.bench.report import rounded
 from serai.performance.fitting import Block, Parameter, fit
 from serai.performance.latency_profile import (
     Efficiency,
@@ -35,6 +36,7 @@ FACTORS = (
     Parameter("attention_memory", 0.8, 0.6, 1.0),
     Parameter("elementwise_memory", 0.5, 0.8, 1.0),
     Parameter("link_bandwidth", 0.8, 1.0, 2.0),
+    Parameter("ridge_sharpness", 3.0, 0.3),
     Parameter("routing_evenness", 3.0, 1.0),
 )
 DEVIATION = 0.4
@@ -158,17 +160,12 @@ class Predictor:
 def _profile(
     index: int, engine: str, position: Sequence[float], rows: Sequence[ServedRow], routed: Sequence[str], note: str
 ) -> LatencyProfile:
-    routing = {name: _rounded(value) for name, value in _routing(position, routed).items()}
-    values = {name: _rounded(value) for name, value in _values(index, position).items()}
+    routing = {name: rounded(value) for name, value in _routing(position, routed).items()}
+    values = {name: rounded(value) for name, value in _values(index, position).items()}
     profile = profile_from(values, engine, routing=routing)
     own = [row for row in rows if row.engine == engine]
     predict = Predictor(profile)
     errors = [abs(predict.tpot_ms(row) / row.tpot_ms - 1) for row in own]
-    error = _rounded(sum(errors) / len(errors)) if errors else 0.0
+    error = rounded(sum(errors) / len(errors)) if errors else 0.0
     provenance = Provenance([f"{PATH}: InferenceX and NVIDIA gap-analysis rows"], len(own), error, note)
     return replace(profile, provenance=provenance)
-
-
-def _rounded(value: float) -> float:
-    """To four digits, so that files are stable and no one believes in more."""
-    return float(f"{value:.4g}")

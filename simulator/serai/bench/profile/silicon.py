@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
-from serai.performance.hardware import find_gpu
+from serai.performance.hardware import NO_LINK_COST, find_gpu
 from serai.performance.memory import Parallelism
 from serai.performance.model_card import ModelCard
 from serai.performance.quantisation import KvFormat, Quantisation, WeightFormat
@@ -56,7 +56,15 @@ class ServedRow:
     tpot_ms: float
     held_out: bool
     instance: RooflineModel
-    """The pure roofline of the instance; `with_profile` gives it other factors."""
+    """The instance without overheads; `with_profile` gives it other factors."""
+
+    @property
+    def textbook(self) -> RooflineModel:
+        """The pure roofline of the row, without communication."""
+        known = self.instance
+        return RooflineModel(
+            known.card, known.gpu, known.parallelism, quantisation=known.quantisation, link=NO_LINK_COST
+        )
 
     @property
     def configuration(self) -> str:
@@ -188,7 +196,7 @@ def _impossible(row: ServedRow) -> str:
     if load.concurrency * (load.prompt_tokens + load.output_tokens) > row.instance.kv_capacity_tokens():
         return "more tokens than the KV cache holds"
     took = (row.ttft_ms + load.output_tokens * row.tpot_ms) / 1e3
-    if took < least_loop_s(row.instance, load):
+    if took < least_loop_s(row.textbook, load):
         return "faster than the pure roofline: not the labelled work"
     return ""
 

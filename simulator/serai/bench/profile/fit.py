@@ -1,0 +1,95 @@
+"""`serai profile fit`: efficiency factors and overheads from measurements, as small files with their provenance.
+
+Uses the fitted part of every measurement set and leaves the held-out part untouched; `serai profile validate` judges
+the result. Deterministic: the same data gives the same files on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from serai.bench.profile import kernel_tables, serving_logs, static_prefill
+from serai.bench.profile.data_folder import DataMissing, add_data_argument, checked_data
+from serai.bench.profile.served_fit import fit_served
+from serai.bench.profile.silicon import SYSTEMS, load_served_rows
+from serai.bench.report import say
+from serai.performance.fitting import FitFailed
+from serai.performance.latency_profile import LatencyProfile, encode_profile
+
+Profiles = dict[tuple[str, str], LatencyProfile]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `serai profile fit`."""
+    parser.description = __doc__
+    add_data_argument(parser)
+    parser.add_argument("--out", type=Path, default=Path("profiles"), metavar="DIR", help="where the files go")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fit and write. Exit status 2 when the measurements are missing or cannot be fitted."""
+    try:
+        found = fit_all(checked_data(arguments.data))
+    except (DataMissing, FitFailed, OSError, ValueError) as error:
+        print(f"serai profile fit: {error}", file=sys.stderr)
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for (gpu, engine), profile in sorted(found.items()):
+        path = arguments.out / f"{gpu}.{engine}.json"
+        path.write_bytes(encode_profile(profile))
+        print(f"{path}  {profile.provenance.rows_fitted} rows, error {profile.provenance.fit_error:.1%}")
+    return 0
+
+
+def fit_all(data: Path) -> Profiles:
+    """Every profile the measurements give, by GPU and engine. Raises OSError when a file is absent."""
+    found: Profiles = {}
+    for profile in _fitted(data):
+        found[profile.gpu, profile.engine] = profile
+    found.update(_engines_on_kernels(found))
+    return found
+
+
+def _fitted(data: Path) -> Iterator[LatencyProfile]:
+    say("served rows of H100 and H200")
+    served = [row for row in load_served_rows(data).rows if not row.held_out]
+    for profile in fit_served(served).by_engine.values():
+        for gpu in SYSTEMS.values():
+            yield replace(profile, gpu=gpu)
+    say("static prompts of A100 and H100")
+    prompts = [row for row in static_prefill.load_prompt_rows(data)[0] if not row.held_out]
+    for gpu in static_prefill.SYSTEMS.values():
+        yield static_prefill.fit_prompts(prompts, gpu)
+    say("kernel times")
+    passes = [row for row in kernel_tables.load_passes(data) if not row.held_out]
+    for gpu in sorted({row.gpu for row in passes}):
+        yield kernel_tables.fit_passes(passes, gpu)
+    say("request logs of RTX PRO 6000")
+    yield serving_logs.fit_logs([log for log in serving_logs.load_logs(data) if not log.held_out])
+
+
+def _engines_on_kernels(found: Profiles) -> Profiles:
+    """vLLM on GPUs of which only kernels were measured: the GPU's own factors for matrix products and elementwise
+    kernels, everything else as vLLM has it on the H100."""
+    vllm = found["h100-sxm-80", "vllm"]
+    derived: Profiles = {}
+    for (gpu, engine), kernels in found.items():
+        if engine != kernel_tables.ENGINE or (gpu, "vllm") in found:
+            continue
+        own = kernels.efficiency
+        efficiency = replace(
+            vllm.efficiency,
+            linear_compute=own.linear_compute,
+            linear_memory=own.linear_memory,
+            elementwise_memory=own.elementwise_memory,
+            ridge_sharpness=own.ridge_sharpness,
+        )
+        note = f"matrix products and elementwise kernels measured on {gpu}; the rest is vLLM's on h100-sxm-80"
+        sources = kernels.provenance.sources + vllm.provenance.sources
+        provenance = replace(kernels.provenance, sources=sources, note=note)
+        derived[gpu, "vllm"] = replace(vllm, gpu=gpu, efficiency=efficiency, provenance=provenance)
+    return derived
