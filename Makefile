@@ -56,6 +56,20 @@ test-slurm: setup
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm
 
+PEERS := vllm-router smg litellm
+
+# Each gateway in an environment of its own, with its own pins: their requirements exclude each other.
+peers: $(PEERS:%=.peers/%/.installed)
+
+.peers/%/.installed: deploy/peers/%.txt
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+bench: setup peers
+	$(BIN)/serai bench overhead --raw bench/results
+	$(BIN)/serai bench gateway --raw bench/results
+
 # Writes the pins anew from what the bounds in pyproject.toml allow today.
 lock:
 	rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
