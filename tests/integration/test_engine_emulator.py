@@ -170,6 +170,12 @@ def test_a_body_over_the_limit_gets_413_before_it_is_sent() -> None:
         with socket.create_connection(("127.0.0.1", engine.port), 10) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n")
             assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
+        # A client that sends all of it before it reads must find the answer, not a reset connection.
+        with socket.create_connection(("127.0.0.1", engine.port), 10) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n")
+            for _ in range(9):
+                raw.sendall(b"x" * 1_000_000)
+            assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
         chunked = engine.client.post("/v1/completions", content=(b"x" * 65536 for _ in range(20)))
         assert chunked.status_code == 413
         assert "1048576" in chunked.json()["error"]["message"]
