@@ -237,7 +237,7 @@ def test_a_body_of_another_size_than_announced_is_not_posted(loop: asyncio.Runne
 async def test_a_request_twice_runs_once(clock: Clock) -> None:
     agent = Agent()
     agent.request()
-    agent.send(1, request_frame(1))
+    agent.send(1, request_frame(1, body_frames=0, body_bytes=0))
     assert (agent.desk.in_flight, len(agent.pool.posted)) == (1, 1)
     assert await agent.frames() == []
     agent.request(attempt=2)

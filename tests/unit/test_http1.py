@@ -411,30 +411,57 @@ def test_an_aborted_request_closes_its_connection_at_the_server() -> None:
     asyncio.run(test())
 
 
-def test_a_paused_connection_is_not_read_until_it_is_resumed_and_is_read_when_lent_again() -> None:
-    async def script(visit: Visit) -> None:
-        await visit.request()
-        await visit.say(COUNTED[:-3])
-        await visit.say(COUNTED[-3:])
-        await always(visit)
+def pausing(handler: Answered) -> None:
+    """Makes `handler` stop the reading with each piece of data."""
+    data_came = handler.on_data
 
+    def pause(data: bytes) -> None:
+        data_came(data)
+        assert handler.connection is not None
+        handler.connection.pause_reading()
+
+    handler.on_data = pause  # type: ignore[method-assign]
+
+
+def test_a_paused_connection_is_read_again_when_it_is_resumed() -> None:
     async def test() -> None:
+        more, sent = asyncio.Event(), asyncio.Event()
+
+        async def script(visit: Visit) -> None:
+            if visit.number == 2:
+                await always(visit)
+                return
+            await visit.request()
+            await visit.say(COUNTED[:-3])
+            await more.wait()
+            await visit.say(COUNTED[-3:])
+            sent.set()
+            await visit.closed_by_client()
+
         async with serving(script) as (pool, _):
             handler = ask(pool)
-            data_came = handler.on_data
-
-            def pause(data: bytes) -> None:
-                data_came(data)
-                assert handler.connection is not None
-                handler.connection.pause_reading()
-
-            handler.on_data = pause  # type: ignore[method-assign]
+            pausing(handler)
             await handler.begun.wait()
+            more.set()
+            await sent.wait()
+            await fetch(pool, "GET", "/")  # What was sent before this answer has arrived too.
+            assert not handler.over.is_set()
             assert handler.connection is not None
             handler.connection.resume_reading()
             await handler.over.wait()
             assert handler.body == b"onethree"
+
+    asyncio.run(test())
+
+
+def test_a_connection_that_was_paused_at_the_end_of_its_answer_can_be_used_again() -> None:
+    async def test() -> None:
+        async with serving(always) as (pool, visits):
+            handler = ask(pool)
+            pausing(handler)
+            await handler.over.wait()
             assert (await fetch(pool, "GET", "/")).body == b"onethree"
+            assert len(visits) == 1
 
     asyncio.run(test())
 

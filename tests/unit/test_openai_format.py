@@ -106,6 +106,7 @@ def test_a_name_written_with_escapes_is_found() -> None:
         (b'{"model": ["m"]}', "invalid_model", "model", "`model` must be"),
         (b'{"model": "m", "stream": "yes"}', "invalid_type", "stream", "`stream` must be"),
         (b'{"model": "m", "stream": 1}', "invalid_type", "stream", "`stream` must be"),
+        (b'{"model": "m", "stream": 0}', "invalid_type", "stream", "`stream` must be"),
     ],
 )
 def test_an_error_in_the_body_names_the_field(body: bytes, code: str, param: str | None, said: str) -> None:
