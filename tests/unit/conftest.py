@@ -11,6 +11,6 @@ settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,  # Other tests share the machine: a slow example says nothing of the code.
-    max_examples=int(os.environ.get("SERAI_TEST_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("SERAI_TEST_EXAMPLES", "40")),
 )
 settings.load_profile("serai")
