@@ -8,12 +8,14 @@ A change here changes the wire. When that is meant, write the samples anew and l
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
+from msgspec import NODEFAULT
 
 from serai.contracts import inference, registry, session_record, status
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
@@ -141,21 +143,30 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 
 
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
-    kinds = {name for module in (inference, registry, session_record, status) for name in dataclasses_of(module)}
+    kinds = {name for module in (inference, registry, session_record, status) for name in messages_of(module)}
     assert {message_name(message) for message in MESSAGES} == kinds
     assert {frame.kind for frame in FRAMES} == set(FrameKind)
     expected = {f"{name}.json" for name in kinds} | {f"{kind.name}.hex" for kind in FrameKind}
     assert {path.name for path in WIRE.iterdir()} == expected
 
 
-def dataclasses_of(module: ModuleType) -> set[str]:
-    return {name for name, kind in vars(module).items() if is_dataclass(kind) and kind.__module__ == module.__name__}
+def messages_of(module: ModuleType) -> set[str]:
+    """Names of the message types that `module` defines, dataclasses and structs."""
+    return {
+        name
+        for name, kind in vars(module).items()
+        if isinstance(kind, type)
+        and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+        and kind.__module__ == module.__name__
+    }
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=message_name)
 def test_no_field_of_a_sample_has_its_default_value(message: object) -> None:
-    for item in fields(message):  # type: ignore[arg-type]
-        default = item.default_factory() if item.default_factory is not MISSING else item.default
+    described = msgspec.inspect.type_info(type(message))
+    assert isinstance(described, msgspec.inspect.DataclassType | msgspec.inspect.StructType)
+    for item in described.fields:
+        default = item.default_factory() if item.default_factory is not NODEFAULT else item.default
         assert getattr(message, item.name) != default, item.name
 
 

@@ -7,6 +7,7 @@ from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +52,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.integers(-(2**63), 2**63 - 1)
     if hint is float:
         return st.floats(allow_nan=False, allow_infinity=False)
-    if is_dataclass(hint):
+    if is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
         return st.builds(hint, **{name: values(inner) for name, inner in get_type_hints(hint).items()})
     if get_origin(hint) is list:
         return st.lists(values(*get_args(hint)), max_size=3)

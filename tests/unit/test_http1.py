@@ -78,6 +78,9 @@ class Wire:
         self.sent = b""
         self.closing = False
 
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
     def writelines(self, parts: list[bytes]) -> None:
         self.sent += b"".join(parts)
 
