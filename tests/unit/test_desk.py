@@ -206,7 +206,7 @@ async def test_a_body_is_asked_for_in_portions_and_posted_when_it_is_whole(clock
     assert agent.posted.body == b"xy" + b"".join(b"%02d" % number for number in range(1, count))
 
 
-@pytest.mark.parametrize("numbers", [[1], [0, 2], [0, 0], [0, 1, 1], [0, 1, 3]])
+@pytest.mark.parametrize("numbers", [[1], [0, 2], [0, 1, 3]])
 def test_body_frames_out_of_order_end_the_request(loop: asyncio.Runner, numbers: list[int]) -> None:
     async def test() -> None:
         agent = Agent()

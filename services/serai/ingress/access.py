@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from hashlib import sha256
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 KEY_PREFIX = "sk-serai-"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,15 @@ def hashed(key: str) -> str:
 def read_keys(path: Path) -> list[StoredKey]:
     """Raises BadKeysFile."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[StoredKey])
+        keys = msgspec.json.decode(path.read_bytes(), type=list[StoredKey])
     except OSError as error:
         raise BadKeysFile(f"cannot read the keys file {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise BadKeysFile(f"{path} is not a keys file: {error}; make one with `serai keys add`") from error
+    for key in keys:
+        if not _SHA256.fullmatch(key.sha256):
+            raise BadKeysFile(f"{path}: the `sha256` of {key.name!r} is not 64 hexadecimal digits")
+    return keys
 
 
 def write_keys(path: Path, keys: list[StoredKey]) -> None:
@@ -58,7 +64,7 @@ class Access:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._names: dict[str, str] = {}
+        self._names: dict[bytes, str] = {}
         self._read_at = (0, 0)
         if path is not None:
             self.refresh()
@@ -74,7 +80,7 @@ class Access:
         stamp = (facts.st_mtime_ns, facts.st_size)
         if stamp == self._read_at:
             return False
-        self._names = {key.sha256: key.name for key in read_keys(self._path)}
+        self._names = {bytes.fromhex(key.sha256): key.name for key in read_keys(self._path)}
         self._read_at = stamp
         return True
 
@@ -87,4 +93,4 @@ class Access:
             return "anonymous"
         if not authorization or authorization[:7].lower() != "bearer ":
             return None
-        return self._names.get(hashed(authorization[7:].strip()))
+        return self._names.get(sha256(authorization[7:].strip().encode()).digest())

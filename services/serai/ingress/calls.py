@@ -38,6 +38,8 @@ log = structlog.get_logger()
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _TO_ENGINE = ("content-type", "accept")
+_HEADER_BYTES = range(1, 1024)
+"""Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
 _TAIL_BYTES = 4096
 CLIENT_CLOSED_REQUEST = 499
 """Not sent, only counted: the client had left."""
@@ -117,7 +119,7 @@ class Calls:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
-        to_engine = {name: headers[name] for name in _TO_ENGINE if name in headers}
+        to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
         path = request.path.rstrip("/")
         call = Call(request_id, path, asked.model, asked.stream, request.body, to_engine, started_s, started_ns)

@@ -30,8 +30,10 @@ IDLE_S = 75.0
 READING_S = 60.0
 """How long a request's head or body may make no progress."""
 LOOK_EVERY_S = 5.0
+FLUSH_S = 1.0
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
+_STATUS_LINES = {status: f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}" for status in range(100, 1000)}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -77,13 +79,13 @@ class HttpRequest:
         self._connection.abort()
 
     def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
-        lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        text = _STATUS_LINES[status]
+        for name, value in headers.items():
+            if "\n" in value or "\r" in value:
+                raise ValueError(f"the value of {name} contains a line break")
+            text += f"\r\n{name}: {value}"
         if not self.keep_alive:
-            lines.append("connection: close")
-        text = "\r\n".join(lines)
-        if text.count("\r") != len(lines) - 1 or text.count("\n") != len(lines) - 1:
-            raise ValueError("a header contains a line break")
+            text += "\r\nconnection: close"
         return b"%s\r\ndate: %s\r\n" % (text.encode("latin-1", "replace"), self._connection.server.date)
 
 
@@ -133,10 +135,16 @@ class HttpServer:
         )
 
     async def aclose(self) -> None:
-        """Stops listening and closes every connection; running handlers are cancelled."""
+        """Stops listening and closes every connection: what has been written still leaves, for a second at most;
+        handlers that still run are cancelled."""
         self.stopping = True
         if self._server is not None:
             self._server.close()
+        for connection in tuple(self.connections):
+            connection.shut()
+        give_up_at_s = time.monotonic() + FLUSH_S
+        while self.connections and time.monotonic() < give_up_at_s:
+            await asyncio.sleep(0.01)
         for connection in tuple(self.connections):
             connection.abort()
 
@@ -151,6 +159,14 @@ class HttpServer:
         now = time.monotonic()
         for connection in tuple(self.connections):
             connection.check_time(now)
+
+
+def _clean_path(target: str) -> str:
+    """Path of a request target, decoded: without scheme and host (as sent to proxies), query and fragment."""
+    path = target.partition("?")[0].partition("#")[0]
+    if "://" in path:
+        path = "/" + path.partition("://")[2].partition("/")[2]
+    return unquote(path)
 
 
 class HttpServerConnection(asyncio.Protocol):
@@ -239,20 +255,19 @@ class HttpServerConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._discard:
             return
-        path = self._url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
-        if "://" in path:  # Absolute form, as sent to proxies.
-            path = "/" + path.partition("://")[2].partition("/")[2]
-        if "%" in path:
-            path = unquote(path)
+        path = self._url.decode("latin-1")
+        if not path.startswith("/") or "?" in path or "#" in path or "%" in path:
+            path = _clean_path(path)
         headers = self._headers
         request = self._request = HttpRequest(self, self._parser.get_method().decode("latin-1"), path, headers)
         request.http_1_0 = self._parser.get_http_version() == "1.0"
         request.keep_alive = self._parser.should_keep_alive()
-        self._check_encoding(request)
+        if "content-encoding" in headers:
+            self._check_encoding(request)
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self.server.body_bytes_max:
             self._too_large(int(announced))
-        elif headers.get("expect", "").lower() == "100-continue" and request.problem is None:
+        elif "expect" in headers and headers["expect"].lower() == "100-continue" and request.problem is None:
             self._send(_CONTINUE)
 
     def on_body(self, body: bytes) -> None:
@@ -367,6 +382,15 @@ class HttpServerConnection(asyncio.Protocol):
         """Closes at once; the running handler is cancelled."""
         if self._transport is not None:
             self._transport.abort()
+
+    def shut(self) -> None:
+        """Closes when what was written has left, or at once while a request is being answered."""
+        if self._transport is None:
+            return
+        if self._task is not None:
+            self._transport.abort()
+        else:
+            self._transport.close()
 
     def _close(self) -> None:
         if self._transport is None:

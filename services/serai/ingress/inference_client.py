@@ -55,6 +55,7 @@ class InferenceStream:
         "_expected",
         "_head",
         "_next_body_frame",
+        "_received_bytes",
         "_waiter",
         "attempt",
         "blocked_since_s",
@@ -98,6 +99,7 @@ class InferenceStream:
         """Why the answer is not whole, once that is known."""
         self._waiter: asyncio.Future[None] | None = None
         self._expected = 0
+        self._received_bytes = 0
         self._consumed_bytes = 0
         self._consumed_kib_told = 0
 
@@ -116,6 +118,8 @@ class InferenceStream:
         """Status and headers. Raises StreamFailed."""
         while self._head is None:
             self._raise_if_failed()
+            if self.end is not None:
+                raise StreamFailed(InferenceFailure(FailureCode.FRAME_GAP, "the answer ended without a beginning"))
             await self._news()
         return self._head
 
@@ -178,6 +182,7 @@ class InferenceStream:
         self._expected += 1
         if kind == _DATA:
             self._chunks.append(frame.payload)
+            self._received_bytes += len(frame.payload)
         else:
             self._feed_other(frame)
         self._wake()
@@ -188,11 +193,18 @@ class InferenceStream:
                 case FrameKind.HEAD:
                     self._head = decode(ResponseHead, frame.payload)
                 case FrameKind.END:
-                    self.end = decode(ResponseEnd, frame.payload)
+                    self._take_end(decode(ResponseEnd, frame.payload))
                 case FrameKind.ERROR:
                     self.failure = decode(InferenceFailure, frame.payload)
         except MalformedMessage as error:
             self.failure = InferenceFailure(FailureCode.FRAME_GAP, f"a frame cannot be read: {error}")
+
+    def _take_end(self, end: ResponseEnd) -> None:
+        if end.data_bytes == self._received_bytes:
+            self.end = end
+        else:
+            told = f"the answer has {end.data_bytes} bytes, {self._received_bytes} of which came"
+            self.failure = InferenceFailure(FailureCode.FRAME_GAP, told)
 
     def fail(self, failure: InferenceFailure) -> None:
         """Ends the stream from this side."""
@@ -353,7 +365,11 @@ class InferenceClient:
     def _open(self, stream: InferenceStream) -> None:
         self._streams[stream.id] = stream
         self._by_session.setdefault(stream.session, set()).add(stream.id)
-        stream.send_request()
+        try:
+            stream.send_request()
+        except BaseException:
+            self._close(stream)
+            raise
 
     def _close(self, stream: InferenceStream) -> None:
         self._streams.pop(stream.id, None)

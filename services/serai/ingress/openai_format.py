@@ -5,10 +5,10 @@ Bodies and streams pass as they came; what is read here is read from a copy.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -53,8 +53,7 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestBody:
+class RequestBody(NamedTuple):
     """What the ingress itself needs to know of a body; everything else in it is between client and engine."""
 
     model: str
@@ -84,12 +83,14 @@ def with_model(body: bytes, model: str, engine_model: str) -> bytes:
     if model == engine_model:
         return body
     pattern = re.compile(rb'("model"\s*:\s*)' + re.escape(orjson.dumps(model)))
-    places = pattern.findall(body)
-    if len(places) == 1:
+    if len(pattern.findall(body)) == 1:
         name = orjson.dumps(engine_model)
-        return pattern.sub(lambda match: match.group(1) + name, body)
-    # Written with escapes, or the same words stand elsewhere too: only a parser knows which one is meant.
-    return orjson.dumps(orjson.loads(body) | {"model": engine_model})
+        edited = pattern.sub(lambda match: match.group(1) + name, body)
+        if orjson.loads(edited)["model"] == engine_model:
+            return edited
+    # Written with escapes, or the same words stand elsewhere too: only a parser knows which one is meant. The slow
+    # one, because it keeps integers of any length.
+    return json.dumps(json.loads(body) | {"model": engine_model}, ensure_ascii=False).encode()
 
 
 def model_entry(record: SessionRecord) -> dict[str, Any]:
@@ -175,7 +176,9 @@ class SseRelay:
     @property
     def done(self) -> bool:
         """Whether the engine has said `[DONE]`."""
-        return b"data: [DONE]" in self._tail[-32:] or b"data:[DONE]" in self._tail[-32:]
+        # At the start of a line: a model may well write these words itself.
+        last_line = self._tail.rstrip(b"\r\n").rpartition(b"\n")[2]
+        return last_line in (b"data: [DONE]", b"data:[DONE]")
 
     def rest(self) -> bytes:
         """What was held back, for a stream whose engine ended it as whole."""
@@ -197,11 +200,15 @@ _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 def read_usage(data: bytes) -> dict[str, Any] | None:
     """The last whole `usage` object in `data`, without parsing the rest."""
-    found = _USAGE.findall(data)
-    if not found:
+    place = data.rfind(b'"usage"')
+    while place >= 0:
+        if found := _USAGE.match(data, place):
+            break
+        place = data.rfind(b'"usage"', 0, place)  # `null`, or a text that only looks like it.
+    else:
         return None
     try:
-        usage = orjson.loads(found[-1])
+        usage = orjson.loads(found[1])
     except orjson.JSONDecodeError:
         return None
     return usage if isinstance(usage, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from serai.contracts.inference import FailureCode, InferenceFailure
 
@@ -40,6 +41,7 @@ def after_failure(failure: InferenceFailure, tries: int) -> Verdict:
     return Verdict(False, f"{failure.code} is final")
 
 
+@cache
 def after_status(status: int, tries: int) -> Verdict:
     """After an engine's whole answer with `status`. 4xx are the caller's to see, 429 above all: a repeat elsewhere
     would only spread an overload."""

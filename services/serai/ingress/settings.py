@@ -41,6 +41,8 @@ class IngressSettings(ConnectionSettings):
             raise ValueError("--keys-file and --anonymous exclude each other")
         if self.window_bytes < 64 * 1024:
             raise ValueError(f"--window-bytes {self.window_bytes}: must be at least 65536")
+        if self.shutdown_s < 0:
+            raise ValueError(f"--shutdown-s {self.shutdown_s:g}: must not be negative")
         positive = {
             "--body-bytes-max": self.body_bytes_max,
             "--answer-bytes-max": self.answer_bytes_max,

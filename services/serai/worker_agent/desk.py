@@ -160,7 +160,7 @@ class Desk:
             exchange.fail(
                 code,
                 text,
-                retry_safe=code is not FailureCode.BODY_TOO_LARGE,
+                retry_safe=code in (FailureCode.BUSY, FailureCode.DRAINING),
                 retry_after_s=1.0 if code is FailureCode.BUSY else None,
             )
             return
@@ -176,18 +176,26 @@ class Desk:
             return self.closed_because
         if len(self._exchanges) >= limits.concurrency_max:
             return FailureCode.BUSY, f"{limits.concurrency_max} requests are running here already"
+        if (request.body_bytes > 0) != (request.body_frames > 0):
+            return (
+                FailureCode.BAD_REQUEST_FRAME,
+                f"{request.body_bytes} bytes of body in {request.body_frames} frames",
+            )
         if request.body_bytes > limits.body_bytes_max:
             return FailureCode.BODY_TOO_LARGE, f"body of {request.body_bytes} bytes; at most {limits.body_bytes_max}"
         if request.body_frames > 1:
-            held = sum(exchange.body_bytes for exchange in self._exchanges.values())
+            held = sum(exchange.request.body_bytes for exchange in self._exchanges.values())
             if held + request.body_bytes > limits.body_bytes_total_max:
-                return FailureCode.BUSY, f"bodies of {held} bytes are held here already"
+                return FailureCode.BUSY, f"bodies of {held} bytes are here or on their way already"
         return None
 
     def _add_body(self, exchange: Exchange, frame: Frame) -> None:
         request = exchange.request
+        if frame.sequence < len(exchange.body):
+            return  # It came twice.
         if frame.sequence != len(exchange.body) or frame.sequence >= request.body_frames:
-            exchange.fail(FailureCode.FRAME_GAP, f"body frame {frame.sequence} instead of {len(exchange.body)}")
+            told = f"body frame {frame.sequence} instead of {len(exchange.body)}"
+            exchange.fail(FailureCode.FRAME_GAP, told, retry_safe=True)
             return
         exchange.body.append(frame.payload)
         exchange.body_bytes += len(frame.payload)
@@ -204,7 +212,7 @@ class Desk:
 
     def _post(self, exchange: Exchange) -> None:
         request = exchange.request
-        headers = request.headers | self._engine_headers
+        headers = request.headers | self._engine_headers if self._engine_headers else request.headers
         if request.traceparent:
             headers["traceparent"] = request.traceparent
         try:

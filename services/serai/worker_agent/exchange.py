@@ -153,6 +153,7 @@ class Exchange:
         self._sent_kib_confirmed = max(self._sent_kib_confirmed, kib)
         if self.paused_at_s is not None and self._unconfirmed_bytes() < self.request.window_bytes and self.connection:
             self.paused_at_s = None
+            self.last_engine_byte_at_s = time.monotonic()  # It was we who did not listen.
             self.connection.resume_reading()
 
     def cancel(self) -> None:
@@ -208,8 +209,9 @@ class Exchange:
             return
         data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
         self._pending.clear()
-        for start in range(0, len(data), DATA_FRAME_BYTES_MAX):
-            piece = data if len(data) <= DATA_FRAME_BYTES_MAX else data[start : start + DATA_FRAME_BYTES_MAX]
+        size = min(DATA_FRAME_BYTES_MAX, self._outbox.frame_bytes_max)
+        for start in range(0, len(data), size):
+            piece = data if len(data) <= size else data[start : start + size]
             self._frames.append(frame_bytes(_DATA, self.stream, self.attempt, self._sequence, piece))
             self._sequence += 1
 

@@ -34,6 +34,11 @@ class Outbox:
         self._scheduled = False
         self.frames_dropped = 0
 
+    @property
+    def frame_bytes_max(self) -> int:
+        """Largest payload of a frame, so that its message is within the server's limit."""
+        return self._bus.message_bytes_max - 1024
+
     def ready(self, source: Source) -> None:
         """`source` has frames; they leave in the next turn of the loop."""
         self._ready[id(source)] = source

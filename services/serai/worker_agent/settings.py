@@ -36,7 +36,10 @@ class AgentSettings(ConnectionSettings):
         if not self.model:
             raise ValueError("--model must not be empty")
         if self.engine_url:
-            Origin.parse(self.engine_url)
+            try:
+                Origin.parse(self.engine_url)
+            except ValueError as error:
+                raise ValueError(f"--engine-url: {error}") from error
         positive = {
             "--concurrency-max": self.concurrency_max,
             "--body-bytes-max": self.body_bytes_max,

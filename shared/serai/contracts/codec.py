@@ -41,7 +41,7 @@ def decode(kind: type[T], data: bytes | memoryview) -> T:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
         return decoder.decode(data)  # type: ignore[return-value]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"{kind.__name__}: {error}") from error
 
 

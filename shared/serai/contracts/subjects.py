@@ -53,7 +53,10 @@ def from_token(token: str) -> str:
         else:
             raw.append(ord(token[position]))
             position += 1
-    return raw.decode()
+    name = raw.decode()
+    if to_token(name) != token:
+        raise ValueError(f"not a token made by to_token: {token!r}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)

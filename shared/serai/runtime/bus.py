@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 
 class BusError(Exception):
@@ -27,8 +28,7 @@ class RequestTimeout(BusError):
     """Somebody may have received the request, but no answer came in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """One message as it arrived."""
 
     subject: str

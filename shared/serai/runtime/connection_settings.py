@@ -25,13 +25,17 @@ class ConnectionSettings:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.nats_url)
-        if parts.scheme not in ("nats", "tls", "ws", "wss") or not parts.hostname:
+        try:
+            there = bool(parts.hostname) and parts.port != 0
+        except ValueError:  # The port is not a number.
+            there = False
+        if parts.scheme not in ("nats", "tls", "ws", "wss") or not there:
             raise ValueError(f"--nats-url {self.nats_url!r}: must look like nats://host:4222 or tls://host:443")
         if self.nats_nkey_file and self.nats_creds_file:
             raise ValueError("--nats-nkey-file and --nats-creds-file: give one of them, not both")
-        for path in (self.nats_nkey_file, self.nats_creds_file):
+        for flag, path in (("--nats-nkey-file", self.nats_nkey_file), ("--nats-creds-file", self.nats_creds_file)):
             if path is not None and not path.is_file():
-                raise ValueError(f"no such file: {path}")
+                raise ValueError(f"{flag}: no such file: {path}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"--log-level {self.log_level!r}: must be one of {', '.join(LOG_LEVELS)}")
         if not 0 <= self.metrics_port < 65536:

@@ -8,6 +8,7 @@ back on the server, and `abort` closes it at once, which is how engines learn th
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl as ssl_module
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+SMALL_REQUEST_BYTES = 64 * 1024
+_PATH = re.compile(r"[^ \r\n]*")
 
 
 class HttpFailure(Exception):
@@ -79,19 +83,25 @@ class Origin:
         tls = parts.scheme == "https"
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 
+    @property
+    def authority(self) -> str:
+        """Host and port, as in a `Host` header."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.prefix}"
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
 
 
 def request_head(origin: Origin, method: str, path: str, headers: Mapping[str, str], body_bytes: int) -> bytes:
     """The head of a request with a body of `body_bytes` bytes. Raises ValueError on text that would split a header."""
-    lines = [f"{method} {origin.prefix}{path} HTTP/1.1", f"host: {origin.host}:{origin.port}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    lines.append(f"content-length: {body_bytes}")
-    text = "\r\n".join(lines)
-    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+    if not _PATH.fullmatch(path):
+        raise ValueError(f"a path must not contain a space or a line break: {path!r}")
+    text = f"{method} {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"
+    for name, value in headers.items():
+        text += f"{name}: {value}\r\n"
+    if text.count("\n") != len(headers) + 2 or text.count("\r") != len(headers) + 2:
         raise ValueError("a header or the path contains a line break")
-    return text.encode("latin-1", "strict") + b"\r\n\r\n"
+    return f"{text}content-length: {body_bytes}\r\n\r\n".encode("latin-1", "strict")
 
 
 class HttpConnection(asyncio.Protocol):
@@ -134,7 +144,11 @@ class HttpConnection(asyncio.Protocol):
         self._silent_since_send = True
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.writelines(list(request))
+        parts = list(request)
+        if sum(map(len, parts)) <= SMALL_REQUEST_BYTES:
+            self._transport.write(b"".join(parts))  # A vectored write costs more than this copy.
+        else:
+            self._transport.writelines(parts)
 
     @property
     def usable(self) -> bool:
@@ -167,6 +181,8 @@ class HttpConnection(asyncio.Protocol):
         self._silent_since_send = False
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(BadAnswer("the server changes to another protocol, which nobody asked for"))
         except httptools.HttpParserError as error:
             self._fail(BadAnswer(f"not an HTTP answer: {error}"))
 
@@ -241,7 +257,7 @@ class HttpPool:
         self._idle_max = idle_max
         self._connect_timeout_s = connect_timeout_s
         self._tls = ssl_module.create_default_context() if origin.tls else None
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: dict[asyncio.Task[None], ResponseHandler] = {}
         self._closed = False
 
     def start(self, request: Iterable[bytes], handler: ResponseHandler, lent: Callable[[HttpConnection], None]) -> None:
@@ -258,8 +274,8 @@ class HttpPool:
         self, request: Iterable[bytes], handler: ResponseHandler, lent: Callable[[HttpConnection], None]
     ) -> None:
         task = asyncio.get_running_loop().create_task(self._connect(request, handler, lent))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._connecting[task] = handler
+        task.add_done_callback(lambda done: self._connecting.pop(done, None))
 
     async def _connect(
         self, request: Iterable[bytes], handler: ResponseHandler, lent: Callable[[HttpConnection], None]
@@ -304,9 +320,13 @@ class HttpPool:
     async def aclose(self) -> None:
         """Closes idle connections and gives up on those being made. Lent ones are their borrowers' to abort."""
         self._closed = True
-        for task in tuple(self._connecting):
+        connecting = dict(self._connecting)
+        for task in connecting:
             task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
+        await asyncio.gather(*connecting, return_exceptions=True)
+        for task, handler in connecting.items():
+            if task.cancelled():
+                handler.on_failure(Unreachable("the client is closing"))
         while self._idle:
             self._idle.pop().abort()
 
@@ -322,12 +342,24 @@ class Answer:
 
 class _Collector:
     def __init__(self, done: asyncio.Future[Answer], limit_bytes: int) -> None:
-        self.connection: HttpConnection | None = None
+        self._connection: HttpConnection | None = None
+        self._given_up = False
         self._done = done
         self._limit_bytes = limit_bytes
         self._answer = Answer(0, {}, b"")
         self._parts: list[bytes] = []
         self._size = 0
+
+    def lent(self, connection: HttpConnection) -> None:
+        self._connection = connection
+        if self._given_up:
+            connection.abort()
+
+    def give_up(self) -> None:
+        """Nobody waits any more: what runs is aborted, what is still connecting will not be sent."""
+        self._given_up = True
+        if self._connection is not None and not self._answer.body:
+            self._connection.abort()
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         self._answer.status, self._answer.headers = status, headers
@@ -335,8 +367,7 @@ class _Collector:
     def on_data(self, data: bytes) -> None:
         self._size += len(data)
         if self._size > self._limit_bytes:
-            if self.connection is not None:
-                self.connection.abort()
+            self.give_up()
             self.on_failure(BadAnswer(f"the answer is larger than {self._limit_bytes} bytes"))
             return
         self._parts.append(data)
@@ -364,17 +395,11 @@ async def fetch(
     """One small request, answered whole. Raises HttpFailure, or TimeoutError after `timeout_s`."""
     done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     collector = _Collector(done, limit_bytes)
-
-    def lent(connection: HttpConnection) -> None:
-        collector.connection = connection
-
     head = request_head(pool.origin, method, path, dict(headers or {}), len(body))
-    pool.start((head, body), collector, lent)
+    pool.start((head, body), collector, collector.lent)
     try:
         async with asyncio.timeout(timeout_s):
             return await done
-    except BaseException:
-        if collector.connection is not None and not done.done():
-            collector.connection.abort()
-        done.cancel()
+    except (TimeoutError, asyncio.CancelledError):
+        collector.give_up()
         raise

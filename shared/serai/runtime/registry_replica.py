@@ -15,6 +15,9 @@ from serai.contracts.status import SessionStatus
 SILENCE_INTERVALS_MAX = 3.5
 """A session whose status did not come for this many of its own intervals is suspected."""
 
+ROUTABLE_FOR_S = 0.05
+"""How long the list of routable sessions of a model is used again, when nothing was heard meanwhile, in seconds."""
+
 
 @dataclass(slots=True)
 class Sighting:
@@ -35,6 +38,9 @@ class RegistryReplica:
         self._records: dict[str, SessionRecord] = {}
         self._sightings: dict[str, Sighting] = {}
         self._by_model: dict[str, set[str]] = {}
+        self._routable: dict[str, tuple[float, list[SessionRecord]]] = {}
+        """Per model: when it was worked out, and the answer. Emptied by every change; silence alone shows within
+        `ROUTABLE_FOR_S`."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -49,6 +55,7 @@ class RegistryReplica:
     def merge(self, record: SessionRecord, now: float, *, heard: bool = False) -> bool:
         """Joins `record` in; True when that changed this copy. `heard` = the session itself has just said it; a
         record from a store only proves that it was written, and its session is suspected until it is heard."""
+        self._routable.clear()
         sighting = self._sightings.setdefault(record.session, Sighting(known_since_s=now))
         if heard:
             sighting.heard_at_s = now
@@ -64,6 +71,7 @@ class RegistryReplica:
 
     def hear(self, status: SessionStatus, now: float) -> bool:
         """Notes a status; True when its record is unknown here or newer than this copy, and should be asked for."""
+        self._routable.clear()
         sighting = self._sightings.get(status.session)
         if sighting is None:
             return True
@@ -77,6 +85,7 @@ class RegistryReplica:
 
     def unreachable(self, session: str) -> None:
         """Nobody receives what is sent to `session` now: stop routing to it until it is heard again."""
+        self._routable.clear()
         if sighting := self._sightings.get(session):
             sighting.unreachable = True
 
@@ -99,13 +108,19 @@ class RegistryReplica:
 
     def routable(self, model: str, now: float) -> list[SessionRecord]:
         """Sessions that may be sent a request for `model`: serving, not draining, not suspected; sorted by id."""
-        return [
+        known = self._routable.get(model)
+        if known is not None and 0 <= now - known[0] < ROUTABLE_FOR_S:
+            return known[1]
+        routable = [
             record
             for session in sorted(self._by_model.get(model, ()))
             if (record := self._records[session]).lifecycle is Lifecycle.SERVING
             and record.metadata.draining is None
             and not self.suspected(session, now)
         ]
+        if routable:  # Names that nobody serves come from clients, and there is no end of them.
+            self._routable[model] = (now, routable)
+        return routable
 
     def models(self, now: float) -> list[str]:
         """Names that have at least one routable session."""
@@ -117,6 +132,7 @@ class RegistryReplica:
 
     def forget(self, sessions: Iterable[str]) -> None:
         """Drops records for good. Only for those that LEFT so long ago that nobody can bring them back."""
+        self._routable.clear()
         for session in sessions:
             record = self._records.pop(session, None)
             self._sightings.pop(session, None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -76,7 +77,10 @@ def _convert(text: Any, kind: Any, source: str) -> Any:
     try:
         if kind in (Path, Path | None):
             return Path(text).expanduser()
-        return msgspec.convert(text, kind, strict=False)
+        value = msgspec.convert(text, kind, strict=False)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
+        return value
     except (msgspec.ValidationError, ValueError, TypeError):
         wanted = getattr(kind, "__name__", str(kind))
         refuse(f"{source}: {text!r} is not a valid {wanted}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
 
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -66,13 +68,10 @@ class TraceContext:
     @classmethod
     def parse(cls, traceparent: str) -> TraceContext | None:
         """From a `traceparent` header; None when it is not a valid one (the header is then ignored, as W3C says)."""
-        parts = traceparent.split("-")
-        if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
+        match = _TRACEPARENT.fullmatch(traceparent)
+        if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
             return None
-        try:
-            trace_id, span_id, flags = (int(part, 16) for part in parts[1:4])
-        except ValueError:
-            return None
+        trace_id, span_id, flags = (int(match[n], 16) for n in (2, 3, 4))
         return cls(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
 
     @property
