@@ -142,8 +142,9 @@ class HttpServer:
             self._server.close()
         for connection in tuple(self.connections):
             connection.shut()
-        give_up_at_s = time.monotonic() + FLUSH_S
-        while self.connections and time.monotonic() < give_up_at_s:
+        for _ in range(round(FLUSH_S / 0.01)):
+            if not self.connections:
+                return
             await asyncio.sleep(0.01)
         for connection in tuple(self.connections):
             connection.abort()

@@ -8,7 +8,7 @@ others, which matters where an engine was measured on few models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from math import log
 
 from serai.bench.profile.silicon import ENGINES, PATH, ServedRow
@@ -55,16 +55,64 @@ HABITS = (Parameter("prompts_together", 1.5, 0.7), Parameter("delay_share", 0.9,
 MIXED_STEPS = {"vllm": True, "trtllm": True, "sglang": False}
 """Whether the engine's default loop mixes prompt chunks into decode steps. SGLang's runs prompts first."""
 
-_OWN = OVERHEADS + HABITS
-_EVENNESS = next(i for i, p in enumerate(FACTORS) if p.name == "routing_evenness")
-_WIDTH = len(FACTORS) + len(_OWN)
+MEMORY = 0.3
+"""How far a GPU's reached memory bandwidth may stray from the shared factors."""
+_MEMORY_FACTORS = ("linear_memory", "experts_memory", "attention_memory")
+
+Key = tuple[str, str]
+"""GPU and engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedFit:
-    """Profiles by engine; the same factors serve every GPU of the fit."""
+class _Layout:
+    """Which position means what: shared factors; each engine's deviations, overheads and habits; each GPU's memory;
+    each routed model's evenness."""
 
-    by_engine: dict[str, LatencyProfile]
+    def __init__(self, rows: Sequence[ServedRow]) -> None:
+        self.own = OVERHEADS + HABITS
+        self.gpus = sorted({row.system for row in rows})
+        self.models = sorted({row.model for row in rows if row.instance.card.experts is not None})
+        self.width = len(FACTORS) + len(self.own)
+        self.first_gpu = len(FACTORS) + len(ENGINES) * self.width
+        self.first_model = self.first_gpu + len(self.gpus)
+
+    def start(self) -> list[float]:
+        """Where every position begins."""
+        own = [0.0] * len(FACTORS) + [p.start for p in self.own]
+        return [p.start for p in FACTORS] + own * len(ENGINES) + [0.0] * (len(self.gpus) + len(self.models))
+
+    def spreads(self) -> list[float]:
+        """How far every position may stray."""
+        own = [DEVIATION] * len(FACTORS) + [p.spread for p in self.own]
+        last = [MEMORY] * len(self.gpus) + [ROUTING] * len(self.models)
+        return [p.spread for p in FACTORS] + own * len(ENGINES) + last
+
+    def values(self, position: Sequence[float], key: Key) -> dict[str, float]:
+        """Every number of one GPU under one engine, by name."""
+        gpu, engine = key
+        offset = len(FACTORS) + ENGINES.index(engine) * self.width
+        memory = position[self.first_gpu + self.gpus.index(gpu)]
+        found = {}
+        for i, p in enumerate(FACTORS):
+            added = memory if p.name in _MEMORY_FACTORS else 0.0
+            found[p.name] = p.value(position[i] + position[offset + i] + added)
+        own = offset + len(FACTORS)
+        return found | {p.name: p.value(position[own + i]) for i, p in enumerate(self.own)}
+
+    def routing(self, position: Sequence[float]) -> dict[str, float]:
+        """Evenness of each fitted model."""
+        index = next(i for i, p in enumerate(FACTORS) if p.name == "routing_evenness")
+        return {
+            name: FACTORS[index].value(position[index] + position[self.first_model + i])
+            for i, name in enumerate(self.models)
+        }
+
+    def depends(self, key: Key, models: set[str]) -> list[int]:
+        """The positions that the rows of one GPU under one engine depend on."""
+        gpu, engine = key
+        offset = len(FACTORS) + ENGINES.index(engine) * self.width
+        last = [self.first_model + i for i, name in enumerate(self.models) if name in models]
+        own = range(offset, offset + self.width)
+        return [*range(len(FACTORS)), *own, self.first_gpu + self.gpus.index(gpu), *last]
 
 
 def predicted_tpot_ms(row: ServedRow, instance: RooflineModel) -> float:
@@ -72,39 +120,15 @@ def predicted_tpot_ms(row: ServedRow, instance: RooflineModel) -> float:
     return closed_loop(instance, instance.profile.serving, row.load).tpot_s * 1e3
 
 
-def fit_served(rows: Sequence[ServedRow], note: str = "") -> ServedFit:
-    """Profiles fitted to `rows`, every one of them. The caller keeps the held-out ones away."""
-    routed = sorted({row.model for row in rows if row.instance.card.experts is not None})
-    parameters = _parameters(len(routed))
-    blocks = [_block(index, engine, rows, routed) for index, engine in enumerate(ENGINES)]
-    position = fit([p[0] for p in parameters], [p[1] for p in parameters], blocks)
-    return ServedFit(
-        {engine: _profile(index, engine, position, rows, routed, note) for index, engine in enumerate(ENGINES)}
-    )
-
-
-def _parameters(routed: int) -> list[tuple[float, float]]:
-    """Start and spread of every position: shared factors; per engine its deviations, overheads and habits; per model
-    with experts its routing."""
-    found = [(p.start, p.spread) for p in FACTORS]
-    for _ in ENGINES:
-        found += [(0.0, DEVIATION)] * len(FACTORS)
-        found += [(p.start, p.spread) for p in _OWN]
-    return found + [(0.0, ROUTING)] * routed
-
-
-def _values(index: int, position: Sequence[float]) -> dict[str, float]:
-    offset = len(FACTORS) + index * _WIDTH
-    values = {p.name: p.value(position[i] + position[offset + i]) for i, p in enumerate(FACTORS)}
-    own = offset + len(FACTORS)
-    return values | {p.name: p.value(position[own + i]) for i, p in enumerate(_OWN)}
-
-
-def _routing(position: Sequence[float], routed: Sequence[str]) -> dict[str, float]:
-    """Evenness of each fitted model."""
-    shared = position[_EVENNESS]
-    first = len(FACTORS) + len(ENGINES) * _WIDTH
-    return {name: FACTORS[_EVENNESS].value(shared + position[first + i]) for i, name in enumerate(routed)}
+def fit_served(rows: Sequence[ServedRow]) -> dict[Key, LatencyProfile]:
+    """Profiles fitted to `rows`, every one of them, for each GPU and engine. The caller keeps held-out rows away."""
+    layout = _Layout(rows)
+    own: dict[Key, list[ServedRow]] = {(gpu, engine): [] for gpu in layout.gpus for engine in ENGINES}
+    for row in rows:
+        own[row.system, row.engine].append(row)
+    blocks = [_block(layout, key, found) for key, found in own.items() if found]
+    position = fit(layout.start(), layout.spreads(), blocks)
+    return {key: _profile(layout, key, position, found) for key, found in own.items()}
 
 
 def profile_from(
@@ -126,19 +150,15 @@ def profile_from(
     )
 
 
-def _block(index: int, engine: str, rows: Sequence[ServedRow], routed: Sequence[str]) -> Block:
-    own = [row for row in rows if row.engine == engine]
-    measured = [log(row.tpot_ms) for row in own]
+def _block(layout: _Layout, key: Key, rows: Sequence[ServedRow]) -> Block:
+    measured = [log(row.tpot_ms) for row in rows]
 
     def residuals(position: Sequence[float]) -> list[float]:
-        predict = Predictor(profile_from(_values(index, position), engine, routing=_routing(position, routed)))
-        return [log(predict.tpot_ms(row)) - known for row, known in zip(own, measured, strict=True)]
+        profile = profile_from(layout.values(position, key), key[1], routing=layout.routing(position))
+        predict = Predictor(profile)
+        return [log(predict.tpot_ms(row)) - known for row, known in zip(rows, measured, strict=True)]
 
-    offset = len(FACTORS) + index * _WIDTH
-    first = len(FACTORS) + len(ENGINES) * _WIDTH
-    seen = {row.model for row in own}
-    models = [first + i for i, name in enumerate(routed) if name in seen]
-    return Block(residuals, [*range(len(FACTORS)), *range(offset, offset + _WIDTH), *models])
+    return Block(residuals, layout.depends(key, {row.model for row in rows}))
 
 
 class Predictor:
@@ -157,15 +177,14 @@ class Predictor:
         return predicted_tpot_ms(row, instance)
 
 
-def _profile(
-    index: int, engine: str, position: Sequence[float], rows: Sequence[ServedRow], routed: Sequence[str], note: str
-) -> LatencyProfile:
-    routing = {name: rounded(value) for name, value in _routing(position, routed).items()}
-    values = {name: rounded(value) for name, value in _values(index, position).items()}
-    profile = profile_from(values, engine, routing=routing)
-    own = [row for row in rows if row.engine == engine]
+def _profile(layout: _Layout, key: Key, position: Sequence[float], rows: Sequence[ServedRow]) -> LatencyProfile:
+    gpu, engine = key
+    routing = {name: rounded(value) for name, value in layout.routing(position).items()}
+    values = {name: rounded(value) for name, value in layout.values(position, key).items()}
+    profile = profile_from(values, engine, gpu, routing)
     predict = Predictor(profile)
-    errors = [abs(predict.tpot_ms(row) / row.tpot_ms - 1) for row in own]
+    errors = [abs(predict.tpot_ms(row) / row.tpot_ms - 1) for row in rows]
     error = rounded(sum(errors) / len(errors)) if errors else 0.0
-    provenance = Provenance([f"{PATH}: InferenceX and NVIDIA gap-analysis rows"], len(own), error, note)
+    note = "" if rows else "this GPU was not fitted under this engine; its memory factors come from other engines' rows"
+    provenance = Provenance([f"{PATH}: InferenceX and NVIDIA gap-analysis rows"], len(rows), error, note)
     return replace(profile, provenance=provenance)
