@@ -55,7 +55,10 @@ def ask(printed: str) -> tuple[str, float]:
         if data == "[DONE]":
             done = True
             continue
-        content = json.loads(data)["choices"][0]["delta"].get("content") or ""
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise Failed(f"the answer broke off: {chunk['error']['message']}")
+        content = chunk["choices"][0]["delta"].get("content") or ""
         if content and not first_s:
             first_s = time.monotonic() - began_s
         text += content

@@ -20,7 +20,6 @@ from msgspec import NODEFAULT
 from serai.contracts import inference, registry, session_record, status
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.inference import (
-    AgentTimings,
     FailureCode,
     Frame,
     FrameKind,
@@ -50,7 +49,7 @@ _REQUEST = InferenceRequest(
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
 )
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
-_END = ResponseEnd(1234, AgentTimings(queued_us=180, engine_first_byte_us=41_000, total_us=912_345))
+_END = ResponseEnd(1234)
 _FAILURE = InferenceFailure(FailureCode.BUSY, "1024 requests are running here already", True, 1.5)
 _METADATA = SessionMetadata(
     model="qwen2.5:7b",
@@ -76,7 +75,6 @@ MESSAGES: list[object] = [
     _REQUEST,
     _HEAD,
     _END,
-    _END.timings,
     _FAILURE,
     _RECORD,
     _METADATA,

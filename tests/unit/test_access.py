@@ -112,6 +112,13 @@ def test_a_malformed_file_is_named_and_the_way_out_is_said(keys_file: Path, cont
         Access(keys_file)
 
 
+@pytest.mark.parametrize("not_a_hash", ["", "xyz", "0" * 63, "g" * 64])
+def test_a_hash_that_is_none_is_named_with_its_key(keys_file: Path, not_a_hash: str) -> None:
+    write_keys(keys_file, [StoredKey("alice", "0" * 64), StoredKey("bob", not_a_hash)])
+    with pytest.raises(BadKeysFile, match=r"keys\.json: .*'bob' is not 64 hexadecimal digits"):
+        Access(keys_file)
+
+
 def test_a_missing_file_is_named(keys_file: Path) -> None:
     with pytest.raises(BadKeysFile, match=r"cannot read the keys file .*keys\.json: No such file"):
         Access(keys_file)

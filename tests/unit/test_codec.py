@@ -124,6 +124,11 @@ def test_text_that_is_not_utf_8_is_malformed() -> None:
         decode(SnapshotRequest, b'{"after": "\xff"}')
 
 
+def test_nesting_deeper_than_can_be_read_is_malformed() -> None:
+    with pytest.raises(MalformedMessage, match="SnapshotRequest"):
+        decode(SnapshotRequest, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
 @given(frames)
 def test_a_frame_comes_back_from_its_bytes(frame: Frame) -> None:
     assert decode_frames(encode_frame(frame)) == [frame]

@@ -163,6 +163,12 @@ def test_a_connection_that_the_server_will_close_is_not_used_again(answer: bytes
     assert handler.body == b"onethree"
 
 
+def test_a_change_of_protocol_is_no_answer() -> None:
+    handler, idle = answered_with(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", [])
+    assert isinstance(handler.failure, BadAnswer)
+    assert idle == []
+
+
 @given(st.binary(min_size=1, max_size=40))
 def test_nonsense_is_a_failure_or_nothing_yet_but_never_an_answer(garbage: bytes) -> None:
     handler, idle = answered_with(b"X" + garbage, [])
@@ -200,6 +206,15 @@ def test_a_request_head_says_where_it_goes_and_how_long_its_body_is() -> None:
     )
 
 
+def test_a_request_head_names_an_ipv6_host_in_brackets() -> None:
+    assert b"host: [::1]:80\r\n" in request_head(Origin.parse("http://[::1]"), "GET", "/", {}, 0)
+
+
+def test_a_path_that_would_split_the_request_line_is_refused() -> None:
+    with pytest.raises(ValueError, match="space"):
+        request_head(Origin("h", 1), "GET", "/a HTTP/1.1", {}, 0)
+
+
 @pytest.mark.parametrize(
     ("path", "headers"),
     [("/a\r\nb: c", {}), ("/a", {"x": "y\r\nz: 1"}), ("/a", {"x\n": "y"}), ("/a", {"x": "\r"}), ("/a", {"x": "駱駝"})],
@@ -214,6 +229,7 @@ def test_text_that_would_split_a_header_is_refused(path: str, headers: dict[str,
     [
         ("http://h", Origin("h", 80)),
         ("https://h/", Origin("h", 443, tls=True)),
+        ("http://[::1]:8000", Origin("::1", 8000)),
         ("http://127.0.0.1:8000/v/w/", Origin("127.0.0.1", 8000, prefix="/v/w")),
     ],
 )
@@ -414,6 +430,59 @@ def test_an_aborted_request_closes_its_connection_at_the_server() -> None:
     asyncio.run(test())
 
 
+def test_a_fetch_that_takes_too_long_closes_its_connection() -> None:
+    async def script(visit: Visit) -> None:
+        await visit.closed_by_client()
+
+    async def test() -> None:
+        async with serving(script) as (pool, visits):
+            with pytest.raises(TimeoutError):
+                await fetch(pool, "GET", "/", timeout_s=0.05)
+            await visits[0].gone.wait()
+
+    asyncio.run(test())
+
+
+def test_a_cancelled_fetch_closes_its_connection() -> None:
+    asked = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        asked.set()
+        await visit.closed_by_client()
+
+    async def test() -> None:
+        async with serving(script) as (pool, visits):
+            fetching = asyncio.ensure_future(fetch(pool, "GET", "/"))
+            await asked.wait()
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await visits[0].gone.wait()
+
+    asyncio.run(test())
+
+
+def test_a_fetch_cancelled_while_it_connects_sends_nothing() -> None:
+    visited = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        visited.set()
+        assert await visit.request() == b""
+
+    async def test() -> None:
+        async with serving(script) as (pool, visits):
+            fetching = asyncio.ensure_future(fetch(pool, "GET", "/"))
+            await asyncio.sleep(0)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await visited.wait()
+            await visits[0].gone.wait()
+
+    asyncio.run(test())
+
+
 def pausing(handler: Answered) -> None:
     """Makes `handler` stop the reading with each piece of data."""
     data_came = handler.on_data
@@ -512,6 +581,17 @@ def test_closing_the_pool_closes_its_idle_connections() -> None:
             await fetch(pool, "GET", "/")
             await pool.aclose()
             await visits[0].gone.wait()
+
+    asyncio.run(test())
+
+
+def test_closing_the_pool_fails_those_who_wait_for_a_connection() -> None:
+    async def test() -> None:
+        pool = HttpPool(Origin("127.0.0.1", 9))
+        handler = ask(pool)
+        await pool.aclose()
+        assert isinstance(handler.failure, Unreachable)
+        assert handler.lent_times == 0
 
     asyncio.run(test())
 

@@ -22,7 +22,7 @@ from serai.contracts.inference import (
 )
 from serai.ingress import inference_client as client_module
 from serai.ingress.inference_client import PROBE_AFTER_S, InferenceClient, InferenceStream, StreamFailed
-from serai.runtime.bus import Message
+from serai.runtime.bus import Message, MessageTooLarge
 from unit.fakes import Clock, FakeBus
 
 WINDOW = 64 * 1024
@@ -48,7 +48,7 @@ class Gateway:
         await self.client.start()
         return self
 
-    def stream(self, session: str = "s", body: bytes = b"{}", attempt: int = 1) -> InferenceStream:
+    def stream(self, session: str = "s", body: bytes = b"{}", attempt: int = 1, **said: Any) -> InferenceStream:
         request = InferenceRequest(
             request_id="r",
             path="/v1/completions",
@@ -56,6 +56,7 @@ class Gateway:
             body_frames=self.client.body_frames(len(body)),
             window_bytes=WINDOW,
             deadline_s=600.0,
+            **said,
         )
         return self.client.stream(session, attempt, request, body)
 
@@ -275,6 +276,26 @@ async def test_a_frame_twice_is_an_error_too(gateway: Gateway, clock: Clock) -> 
 
 
 @in_loop
+async def test_an_end_without_a_head_fails_whoever_waits_for_one(gateway: Gateway, clock: Clock) -> None:
+    async with gateway.stream() as stream:
+        reading = asyncio.ensure_future(stream.head())
+        await asyncio.sleep(0)
+        gateway.deliver(Frame(END, stream.id, 1, 0, encode(ResponseEnd(0))))
+        with pytest.raises(StreamFailed, match="without a beginning") as failed:
+            await reading
+        assert failed.value.failure.code is FailureCode.FRAME_GAP
+
+
+@in_loop
+async def test_an_end_that_counts_other_bytes_than_came_is_no_whole_end(gateway: Gateway, clock: Clock) -> None:
+    async with gateway.stream() as stream:
+        gateway.deliver(*answer(stream, b"x")[:2], Frame(END, stream.id, 1, 2, encode(ResponseEnd(99))))
+        assert await stream.data() == b"x"
+        assert await failure_of(stream) is FailureCode.FRAME_GAP
+        assert stream.end is None
+
+
+@in_loop
 async def test_signs_of_life_and_body_credit_stand_outside_the_numbering(gateway: Gateway, clock: Clock) -> None:
     async with gateway.stream() as stream:
         for frame in answer(stream, b"x"):
@@ -446,6 +467,14 @@ def test_closing_cancels_at_the_agent_unless_its_end_has_come(ending: Callable[.
             assert message.frames == [Frame(FrameKind.CANCEL, stream.id, 1, 0)]
 
     asyncio.run(test())
+
+
+@in_loop
+async def test_a_request_too_large_to_be_sent_leaves_no_count(gateway: Gateway, clock: Clock) -> None:
+    with pytest.raises(MessageTooLarge):
+        async with gateway.stream(headers={"accept": "x" * gateway.bus.message_bytes_max}):
+            pass
+    assert (gateway.client.open_streams, gateway.client.in_flight("s")) == (0, 0)
 
 
 @in_loop

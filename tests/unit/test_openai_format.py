@@ -59,6 +59,10 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
 @example(("x", b'{"model":"x","tools":[{"model":"x"}]}'), "y")
 @example(("x", rb'{"messages":[{"content":"\"model\": \"x\""}],"model":"x"}'), "y")
 @example(("x", b'{"model":"z","model":"x"}'), "y")
+@example(("x", rb'{"mod\u0065l":"x","messages":[{"model":"x"}]}'), "y")
+@example(("x", rb'{"model":"\u0078","tools":[{"model":"x"}]}'), "y")
+@example(("x", rb'{"a\"model":"x","mod\u0065l":"x"}'), "y")
+@example(("x", b'{"seed":123456789012345678901234,"model":"x","tools":[{"model":"x"}]}'), "y")
 def test_the_only_change_in_the_parsed_body_is_its_model(body: tuple[str, bytes], engine_model: str) -> None:
     model, written = body
     parsed: dict[str, Any] = json.loads(written)

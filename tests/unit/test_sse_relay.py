@@ -119,6 +119,15 @@ def test_the_end_marker_counts_only_at_the_end() -> None:
     assert not relay.done
 
 
+@pytest.mark.parametrize("text", ["data: [DONE]", "data:[DONE]"])
+def test_the_words_of_the_end_marker_in_a_text_are_no_end(text: str) -> None:
+    relay = SseRelay()
+    relay.feed(event(text))
+    assert not relay.done
+    relay.feed(f": {text}\n\n".encode())
+    assert not relay.done
+
+
 def test_what_is_held_back_is_bounded() -> None:
     relay = SseRelay()
     endless = b"data: " + b"x" * (1024 * 1024)

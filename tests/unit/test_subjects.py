@@ -42,6 +42,15 @@ def test_what_is_no_token_is_refused(token: str) -> None:
         from_token(token)
 
 
+@given(st.text("=0123456789ABCDEFx_-", max_size=9))
+def test_a_token_is_the_only_one_of_its_name(token: str) -> None:
+    try:
+        name = from_token(token)
+    except ValueError:
+        return
+    assert to_token(name) == token
+
+
 @given(names, names)
 def test_a_subject_of_a_session_has_one_token_more_than_its_hop(site: str, allocation: str) -> None:
     session = new_session_id(site, allocation, 0, "0a")

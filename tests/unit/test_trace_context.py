@@ -55,6 +55,12 @@ def test_a_later_version_is_read_as_far_as_it_is_known() -> None:
         f"00-{'g' * 32}-{SPAN}-01",
         f"00-{TRACE}-{SPAN}-xx",
         f"00_{TRACE}_{SPAN}_01",
+        f"00-0x{TRACE[2:]}-{SPAN}-01",
+        f"00-{TRACE[:30]}_1-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-+1",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"zz-{TRACE}-{SPAN}-01",
     ],
 )
 def test_what_is_no_traceparent_is_ignored(header: str) -> None:

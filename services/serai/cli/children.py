@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -21,11 +22,19 @@ STEADY_AFTER_S = 60.0
 class Child:
     """One program with its log. `run_once` until the system is up, `keep_running` from then on."""
 
-    def __init__(self, name: str, command: Sequence[str], log_file: Path, stop_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_file: Path,
+        stop_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.command = command
         self.log_file = log_file
         self.stop_s = stop_s
+        self.environment = dict(environment or {})
         self.process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -38,6 +47,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=os.environ | self.environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for us; we stop them in order.
                 preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )

@@ -24,7 +24,7 @@ from typing import IO, Any
 import orjson
 
 from serai.cli.children import Child
-from serai.cli.embedded_nats import EmbeddedNats, server_binary
+from serai.cli.embedded_nats import EmbeddedNats, server_binary, server_environment
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
@@ -142,7 +142,8 @@ class _Up:
         key = self._api_key()
         self._nats.prepare(self._nats_port)
         self._say(f"state in {plan.state}")
-        await self._add("nats", [binary, "-c", str(self._nats.config_file)], stop_s=5)
+        nats = [binary, "-c", str(self._nats.config_file)]
+        await self._add("nats", nats, stop_s=5, environment=server_environment())
         await self._until(self._nats_answers, "NATS")
         await self._add("registry", self._service("registry"), stop_s=5)
         keys_file = str(plan.state / "keys.json")
@@ -159,11 +160,13 @@ class _Up:
             await pool.aclose()
         return key
 
-    async def _add(self, name: str, command: list[str], *, stop_s: float) -> None:
+    async def _add(
+        self, name: str, command: list[str], *, stop_s: float, environment: dict[str, str] | None = None
+    ) -> None:
         log_file = self._plan.state / "logs" / f"{name}.log"
         if log_file.exists():
             log_file.replace(log_file.with_suffix(".log.1"))
-        child = Child(name, command, log_file, stop_s)
+        child = Child(name, command, log_file, stop_s, environment)
         await child.start()
         self._children.append(child)
 

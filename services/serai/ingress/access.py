@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 KEY_PREFIX = "sk-serai-"
+VALID_HEADERS_MAX = 10_000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -65,6 +66,8 @@ class Access:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._names: dict[bytes, str] = {}
+        self._valid: dict[str, str] = {}
+        """Headers that were found valid since the file was read: hashing each again would be work for nothing."""
         self._read_at = (0, 0)
         if path is not None:
             self.refresh()
@@ -81,6 +84,7 @@ class Access:
         if stamp == self._read_at:
             return False
         self._names = {bytes.fromhex(key.sha256): key.name for key in read_keys(self._path)}
+        self._valid.clear()
         self._read_at = stamp
         return True
 
@@ -91,6 +95,17 @@ class Access:
         """
         if self._path is None:
             return "anonymous"
-        if not authorization or authorization[:7].lower() != "bearer ":
+        if not authorization:
             return None
-        return self._names.get(sha256(authorization[7:].strip().encode()).digest())
+        name = self._valid.get(authorization)
+        if name is None:
+            name = self._look_up(authorization)
+        return name
+
+    def _look_up(self, authorization: str) -> str | None:
+        if authorization[:7].lower() != "bearer ":
+            return None
+        name = self._names.get(sha256(authorization[7:].strip().encode()).digest())
+        if name is not None and len(self._valid) < VALID_HEADERS_MAX:
+            self._valid[authorization] = name
+        return name

@@ -269,16 +269,16 @@ class Calls:
         for kind in ("prompt", "completion"):
             count = usage.get(f"{kind}_tokens")
             if isinstance(count, int) and count > 0:
-                metrics.tokens(call.model, kind).inc(count)
+                metrics.TOKENS.of(call.model, kind).add(count)
 
     def _account(self, call: Call, status: int) -> None:
         """Hop 8: whatever happened is counted once."""
         now = time.monotonic()
         model = call.model if call.tried else "unknown"
-        metrics.requests(model, status).inc()
-        metrics.duration(model).observe(now - call.started_s)
+        metrics.REQUESTS.of(model, str(status)).add()
+        metrics.DURATION.of(model).observe(now - call.started_s)
         if call.first_byte_s:
-            metrics.ttft(model).observe(call.first_byte_s - call.started_s)
+            metrics.TTFT.of(model).observe(call.first_byte_s - call.started_s)
         if call.span is not None:
             self._end_span(call, call.span, status, now)
 

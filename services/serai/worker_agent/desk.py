@@ -8,16 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import structlog
 from opentelemetry.trace import SpanKind
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, decode_frames
 from serai.contracts.inference import FailureCode, Frame, FrameKind, InferenceRequest
 from serai.runtime.bus import Message
 from serai.runtime.http1 import HttpPool, request_head
+from serai.runtime.metrics import Counts, Histograms
 from serai.runtime.telemetry import Tracing, context_of
 from serai.worker_agent.exchange import Exchange
 from serai.worker_agent.outbox import Outbox
@@ -31,19 +31,14 @@ CREDIT_STARVED_S = 60.0
 BODY_FRAMES_AHEAD = 8
 """How many BODY frames may be on their way beyond those received."""
 
-REQUESTS = Counter("serai_agent_requests_total", "Requests that ended, by outcome", ["outcome"])
+REQUESTS = Counts("serai_agent_requests", "Requests that ended, by outcome", ["outcome"])
 IN_FLIGHT = Gauge("serai_agent_requests_in_flight", "Requests held now")
-FIRST_BYTE = Histogram(
+FIRST_BYTE = Histograms(
     "serai_agent_engine_first_byte_seconds",
     "Request posted to the engine until the first byte of its answer",
-    buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120),
+    [],
+    (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120),
 )
-
-
-@cache
-def _requests(outcome: str) -> Counter:
-    """Cached: looking a child up by labels costs more than counting."""
-    return REQUESTS.labels(outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +221,9 @@ class Desk:
         self._exchanges.pop((exchange.reply, exchange.attempt), None)
         self.requests_total += 1
         self.output_bytes_total += exchange.sent_bytes
-        _requests(code or "ok").inc()
+        REQUESTS.of(code or "ok").add()
         if exchange.first_byte_at_s:
-            FIRST_BYTE.observe(exchange.first_byte_at_s - exchange.posted_at_s)
+            FIRST_BYTE.of().observe(exchange.first_byte_at_s - exchange.posted_at_s)
         if exchange.request.traceparent:
             self._trace(exchange, code)
         if not self._exchanges:

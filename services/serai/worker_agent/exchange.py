@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from serai.contracts.codec import encode, frame_bytes
 from serai.contracts.inference import (
-    AgentTimings,
     FailureCode,
     FrameKind,
     InferenceFailure,
@@ -128,14 +127,8 @@ class Exchange:
     def on_complete(self) -> None:
         if self.done:
             return
-        now = time.monotonic()
-        timings = AgentTimings(
-            queued_us=_us(self.posted_at_s - self.received_at_s),
-            engine_first_byte_us=_us(self.first_byte_at_s - self.posted_at_s),
-            total_us=_us(now - self.received_at_s),
-        )
         self._seal_pending()
-        self._frame(_END, encode(ResponseEnd(self.sent_bytes, timings)))
+        self._frame(_END, encode(ResponseEnd(self.sent_bytes)))
         self._finish(None)
 
     def on_failure(self, failure: HttpFailure) -> None:
@@ -224,7 +217,3 @@ class Exchange:
         self.connection = None
         self.body.clear()
         self.on_done(self, code)
-
-
-def _us(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))

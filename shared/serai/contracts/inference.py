@@ -91,22 +91,10 @@ class ResponseHead(msgspec.Struct, frozen=True):
     headers: dict[str, str]
 
 
-class AgentTimings(msgspec.Struct, frozen=True):
-    """Where the time went inside the agent, in microseconds, for the per-hop breakdown."""
-
-    queued_us: int = 0
-    """Request frame received → first byte written to the engine."""
-    engine_first_byte_us: int = 0
-    """First byte written to the engine → first byte of its answer."""
-    total_us: int = 0
-    """Request frame received → END."""
-
-
 class ResponseEnd(msgspec.Struct, frozen=True):
     """The engine's answer is whole."""
 
     data_bytes: int
-    timings: AgentTimings = AgentTimings()
 
 
 class FailureCode(StrEnum):
