@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from serai.ingress.http_server import HEAD_BYTES_MAX, ClientGone, HttpRequest, HttpServer
+from unit.raw_http import Client, answer, connected, post
 
 LIMIT = 1000
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
-Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def echo(request: HttpRequest) -> None:
@@ -31,9 +31,7 @@ def serve(
     async def main() -> None:
         server = HttpServer(handler, body_bytes_max=LIMIT)
         await server.start("127.0.0.1", 0)
-        assert server._server is not None
-        port = server._server.sockets[0].getsockname()[1]
-        client = await asyncio.open_connection("127.0.0.1", port)
+        client = await connected(server)
         try:
             async with asyncio.timeout(10):
                 await talk(client, server)
@@ -43,24 +41,6 @@ def serve(
             await asyncio.sleep(0)
 
     asyncio.run(main())
-
-
-async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-    headers = {line.split(": ", 1)[0]: line.split(": ", 1)[1] for line in head[1:] if line}
-    if headers.get("transfer-encoding") == "chunked":
-        body = b""
-        while size := int(await reader.readline(), 16):
-            body += (await reader.readexactly(size + 2))[:-2]
-        await reader.readexactly(2)
-    else:
-        body = await reader.readexactly(int(headers["content-length"]))
-    return int(head[0].split()[1]), headers, body
-
-
-def post(body: bytes, *headers: str, path: str = "/x") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: h", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def test_requests_follow_each_other_on_one_connection_and_paths_are_decoded() -> None:

@@ -1,0 +1,305 @@
+"""Calls from a client's socket to the bus and back: when they are tried again, how they break off and are given up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from serai.contracts.codec import decode, encode, encode_frames
+from serai.contracts.inference import (
+    FailureCode,
+    Frame,
+    FrameKind,
+    InferenceFailure,
+    InferenceRequest,
+    ResponseEnd,
+    ResponseHead,
+)
+from serai.ingress import calls as calls_module
+from serai.ingress import inference_client as client_module
+from serai.ingress.access import Access
+from serai.ingress.http_server import HttpServer
+from serai.ingress.openai_format import DONE
+from serai.ingress.service import Ingress
+from serai.ingress.settings import IngressSettings
+from serai.runtime.bus import Message
+from serai.runtime.telemetry import Tracing
+from unit.fakes import Clock, FakeBus, record_of
+from unit.raw_http import Client, answer, answer_chunk, answer_head, connected, post
+
+ASKED = b'{"model":"m","stream":true}'
+EVENT = b'data: {"choices":[{"text":"one"}]}\n\n'
+EVENTS, JSON = {"content-type": "text/event-stream"}, {"content-type": "application/json"}
+
+Part = tuple[FrameKind, bytes]
+NOBODY: list[Part] | None = None
+"""What an agent says that is not there."""
+
+
+def head(status: int = 200, headers: dict[str, str] = EVENTS) -> Part:
+    return FrameKind.HEAD, encode(ResponseHead(status, headers))
+
+
+def data(text: bytes = EVENT) -> Part:
+    return FrameKind.DATA, text
+
+
+def end(data_bytes: int) -> Part:
+    return FrameKind.END, encode(ResponseEnd(data_bytes))
+
+
+def error(code: FailureCode, *, retry_safe: bool = False) -> Part:
+    return FrameKind.ERROR, encode(InferenceFailure(code, "it broke", retry_safe=retry_safe))
+
+
+def whole(status: int, body: bytes) -> list[Part]:
+    """An answer that is no stream."""
+    return [head(status, JSON), data(body), end(len(body))]
+
+
+STREAMED = [head(), data(EVENT), data(DONE), end(len(EVENT + DONE))]
+
+
+class AgentsBus(FakeBus):
+    """A bus with agents that answer each request with what `says` tells of their session."""
+
+    def __init__(self, says: dict[str, list[Part] | None]) -> None:
+        super().__init__()
+        self.says = says
+        self.asked: list[tuple[str, InferenceRequest]] = []
+        self.cancelled = asyncio.Queue[tuple[str, Frame]]()
+
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        super().publish(subject, payload, reply)
+        hop, _, session = subject.partition(".")
+        frame = self.published[-1].frames[0]
+        if hop == "cancel":
+            self.cancelled.put_nowait((session, frame))
+        elif frame.kind == FrameKind.REQUEST:
+            self.asked.append((session, decode(InferenceRequest, frame.payload)))
+            self._reply(frame, reply, self.says[session])
+
+    def _reply(self, asked: Frame, reply: str, parts: list[Part] | None) -> None:
+        if parts is NOBODY:
+            message = Message(reply, b"", no_responders=True)
+        else:
+            frames = [
+                Frame(kind, asked.stream, asked.attempt, number, payload)
+                for number, (kind, payload) in enumerate(parts)
+            ]
+            message = Message(reply, encode_frames(frames))
+        (handler,) = self.handlers.values()
+        asyncio.get_running_loop().call_soon(handler, message)
+
+    @property
+    def sessions_asked(self) -> list[str]:
+        return [session for session, _ in self.asked]
+
+
+Talk = Callable[[Client, AgentsBus, Ingress], Awaitable[None]]
+Serve = Callable[[dict[str, list[Part] | None], Talk], None]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Serves a client with an ingress whose agents say what they are told to."""
+    clock = Clock()
+    clock.put_into(monkeypatch, calls_module, client_module)
+
+    async def main(says: dict[str, list[Part] | None], talk: Talk) -> None:
+        bus = AgentsBus(says)
+        ingress = Ingress(IngressSettings(anonymous=True), bus, Access(None), Tracing("test", None, 0.0))
+        await ingress._client.start()
+        for session in says:
+            ingress.replica.merge(record_of(session), clock.now_s, heard=True)
+        server = HttpServer(ingress.on_http, body_bytes_max=10_000)
+        await server.start("127.0.0.1", 0)
+        client = await connected(server)
+        try:
+            async with asyncio.timeout(10):
+                await talk(client, bus, ingress)
+                assert ingress._client.open_streams == 0
+        finally:
+            client[1].close()
+            await server.aclose()
+
+    def run(says: dict[str, list[Part] | None], talk: Talk) -> None:
+        asyncio.run(main(says, talk))
+
+    return run
+
+
+async def ask(client: Client, *headers: str, body: bytes = ASKED) -> tuple[int, dict[str, str], bytes]:
+    client[1].write(post(body, *headers, path="/v1/completions"))
+    return await answer(client[0])
+
+
+def told(body: bytes) -> dict[str, Any]:
+    """The error object of a body or an event."""
+    found: dict[str, Any] = json.loads(body.removeprefix(b"data: "))["error"]
+    return found
+
+
+# -- trying again ----------------------------------------------------------------------------------------------------
+
+LOST_BEFORE_THE_FIRST_BYTE: dict[str, list[Part] | None] = {
+    "nobody there": NOBODY,
+    "busy": [error(FailureCode.BUSY, retry_safe=True)],
+    "engine gone": [error(FailureCode.ENGINE_CUT)],
+    "status 503": whole(503, b"loading"),
+    "broken before it was whole": [head(200, JSON), data(b"{"), error(FailureCode.ENGINE_CUT)],
+}
+
+
+@pytest.mark.parametrize("first", LOST_BEFORE_THE_FIRST_BYTE.values(), ids=LOST_BEFORE_THE_FIRST_BYTE)
+@pytest.mark.parametrize("second", [STREAMED, whole(200, b"{}")], ids=["stream", "no stream"])
+def test_a_request_of_which_the_client_has_seen_nothing_is_tried_on_another_session(
+    serve: Serve, first: list[Part] | None, second: list[Part]
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, body = await ask(client)
+        assert (status, headers["x-serai-session"]) == (200, "s2")
+        assert body == (EVENT + DONE if second is STREAMED else b"{}")
+        assert bus.sessions_asked == ["s1", "s2"]
+        attempts = [message.frames[0].attempt for message in bus.published if message.subject.startswith("inference.")]
+        assert attempts == [1, 2]
+
+    serve({"s1": first, "s2": second}, talk)
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [(NOBODY, "no_responders"), ([error(FailureCode.BUSY, retry_safe=True)], "busy")],
+    ids=["nobody there", "busy"],
+)
+def test_a_request_is_tried_twice_and_no_more(serve: Serve, says: list[Part] | None, code: str) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, body = await ask(client)
+        assert (status, told(body)["code"]) == (503, code)
+        assert headers["retry-after"] == "1"
+        assert len(set(bus.sessions_asked)) == len(bus.sessions_asked) == 2
+
+    serve({"s1": says, "s2": says, "s3": says}, talk)
+
+
+@pytest.mark.parametrize("sessions", [["s1"], ["s1", "s2"]])
+def test_an_engines_503_is_passed_on_when_no_other_session_is_left(serve: Serve, sessions: list[str]) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, body = await ask(client)
+        assert (status, headers["x-serai-session"], body) == (503, sessions[-1], b"loading")
+        assert bus.sessions_asked == sessions
+
+    serve({session: whole(503, b"loading") for session in sessions}, talk)
+
+
+@pytest.mark.parametrize(
+    ("says", "status"),
+    [(whole(429, b"{}"), 429), (whole(500, b"{}"), 500), ([error(FailureCode.ENGINE_SILENT)], 504)],
+    ids=["status 429", "status 500", "engine silent"],
+)
+def test_what_another_session_could_not_do_better_is_final(serve: Serve, says: list[Part], status: int) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        assert (await ask(client))[0] == status
+        assert bus.sessions_asked == ["s1"]
+
+    serve({"s1": says, "s2": STREAMED}, talk)
+
+
+# -- streams that break ----------------------------------------------------------------------------------------------
+
+HALF = b'data: {"choices":[{"te'
+BROKEN: dict[str, tuple[list[Part], str]] = {
+    "behind the head": ([head(), error(FailureCode.ENGINE_CUT)], "engine_cut"),
+    "behind an event": ([head(), data(), error(FailureCode.AGENT_LEFT, retry_safe=True)], "agent_left"),
+    "inside an event": ([head(), data(EVENT + HALF), error(FailureCode.ENGINE_CUT)], "engine_cut"),
+    "ended without the end marker": ([head(), data(), end(len(EVENT))], "stream_unfinished"),
+    "ended inside an event": ([head(), data(EVENT + HALF), end(len(EVENT + HALF))], "stream_unfinished"),
+    "bytes missing": ([head(), data(), end(len(EVENT) + 1)], "frame_gap"),
+}
+
+
+@pytest.mark.parametrize(("says", "code"), BROKEN.values(), ids=BROKEN)
+def test_a_stream_that_breaks_ends_with_one_error_event_and_is_not_tried_again(
+    serve: Serve, says: list[Part], code: str
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, body = await ask(client)
+        assert (status, headers["content-type"]) == (200, "text/event-stream")
+        passed = EVENT if len(says) == 3 else b""
+        assert body.startswith(passed)
+        problem, marker, rest = body.removeprefix(passed).split(b"\n\n")
+        assert told(problem)["code"] == code
+        assert (marker, rest) == (b"data: [DONE]", b"")
+        assert bus.sessions_asked == ["s1"]
+        assert (await ask(client))[0] == 200, "the connection can be used again"
+
+    serve({"s1": says, "s2": STREAMED}, talk)
+
+
+def test_a_whole_stream_passes_as_it_came_and_is_not_cancelled(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, body = await ask(client)
+        assert (status, body) == (200, EVENT + DONE)
+        assert headers["cache-control"] == "no-cache"
+        assert bus.cancelled.empty()
+
+    serve({"s1": STREAMED}, talk)
+
+
+# -- clients that leave ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("says", [[], [head()], [head(), data()]], ids=["before the head", "behind it", "in the data"])
+def test_a_client_that_leaves_cancels_its_request_at_the_agent(serve: Serve, says: list[Part]) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        reader, writer = client
+        writer.write(post(ASKED, path="/v1/completions"))
+        if says:
+            await answer_head(reader)
+        if len(says) > 1:
+            assert await answer_chunk(reader) == EVENT
+        while not bus.asked:
+            await asyncio.sleep(0)
+        assert bus.cancelled.empty()
+        writer.close()
+        session, frame = await bus.cancelled.get()
+        assert (session, frame.kind, frame.attempt) == ("s1", FrameKind.CANCEL, 1)
+        assert bus.published[-1].reply == bus.published[0].reply
+        assert bus.sessions_asked == ["s1"]
+
+    serve({"s1": says, "s2": STREAMED}, talk)
+
+
+# -- request ids -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_id_is_kept_on_the_way_to_the_engine_and_back(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        _, headers, _ = await ask(client, "X-Request-Id: mine-1")
+        ((_, asked),) = bus.asked
+        assert headers["x-request-id"] == asked.request_id == asked.headers["x-request-id"] == "mine-1"
+
+    serve({"s1": STREAMED}, talk)
+
+
+def test_a_request_id_is_in_the_answer_to_a_request_that_failed(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, _ = await ask(client, "X-Request-Id: mine-1")
+        assert (status, headers["x-request-id"]) == (503, "mine-1")
+
+    serve({"s1": NOBODY}, talk)
+
+
+@pytest.mark.parametrize("given", [[], ["X-Request-Id:"], ["X-Request-Id: two words"], ["X-Request-Id: " + "x" * 129]])
+def test_a_request_id_is_made_when_none_can_be_kept(serve: Serve, given: list[str]) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        made = [(await ask(client, *given))[1]["x-request-id"] for _ in range(3)]
+        assert all(id_.isalnum() for id_ in made)
+        assert len(set(made)) == 3
+        assert [asked.request_id for _, asked in bus.asked] == made
+
+    serve({"s1": STREAMED}, talk)
