@@ -84,7 +84,7 @@ class AgentsBus(FakeBus):
             self._reply(frame, reply, self.says[session])
 
     def _reply(self, asked: Frame, reply: str, parts: list[Part] | None) -> None:
-        if parts is NOBODY:
+        if parts is None:
             message = Message(reply, b"", no_responders=True)
         else:
             frames = [

@@ -40,6 +40,7 @@ def pages_of(registry: Registry) -> list[SnapshotPage]:
     pages = [registry.page("")]
     while pages[-1].more:
         pages.append(registry.page(pages[-1].records[-1].session))
+        assert len(pages) <= len(registry.replica)
     return pages
 
 
