@@ -83,8 +83,9 @@ class RegistryCopy:
                 page = decode(SnapshotPage, answer.data)
                 for record in page.records:
                     self.replica.merge(record, time.monotonic())
-                more = page.more and bool(page.records)
-                after = page.records[-1].session if page.records else ""
+                last = page.records[-1].session if page.records else ""
+                more = page.more and last > after  # A page that leads nowhere is the last.
+                after = last
         except (BusError, MalformedMessage) as error:
             log.info("registry.no_snapshot", error=str(error), effect="routing goes on from what was heard")
             return

@@ -15,7 +15,7 @@ from serai.contracts.status import SessionStatus
 from serai.contracts.subjects import SESSION, SESSIONS_BUCKET, SNAPSHOT, STATUS
 from serai.registry.membership import CloseRecord, ForgetRecord, Observation, due
 from serai.registry.settings import RegistrySettings
-from serai.runtime.bus import Bus, BusDisconnected, BusError, Message
+from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, MessageTooLarge
 from serai.runtime.registry_replica import RegistryReplica
 
 log = structlog.get_logger()
@@ -99,11 +99,12 @@ class Registry:
         """The records after `after`, as many as fit in a page."""
         records: list[SessionRecord] = []
         size = 0
+        page_bytes_max = min(PAGE_BYTES_MAX, self._bus.message_bytes_max - 1024)
         for record in self.replica.records():
             if record.session <= after:
                 continue
             size += len(encode(record))
-            if records and size > PAGE_BYTES_MAX:
+            if records and size > page_bytes_max:
                 return SnapshotPage(records, more=True)
             records.append(record)
         return SnapshotPage(records)
@@ -207,3 +208,5 @@ class Registry:
             self._bus.publish(subject, payload)
         except BusDisconnected:
             pass  # Whoever asked asks again.
+        except MessageTooLarge as error:
+            log.error("registry.answer_too_large", error=str(error), advice="raise max_payload of the NATS server")
