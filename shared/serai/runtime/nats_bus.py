@@ -38,6 +38,8 @@ log = structlog.get_logger()
 
 RECONNECT_FIRST_S = 0.1
 RECONNECT_MAX_S = 5.0
+REFUSALS_MAX = 3
+"""So many refused logins in a row are meant: nats-py itself would try for ever."""
 WRITE_GAP_S = 0.001
 """At most one write per connection in so long. A write wakes the server, and the server the receiver; on a busy
 connection these wake-ups cost more than the messages in them, and a millisecond of them share one. A connection that
@@ -132,6 +134,8 @@ class NatsBus:
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._refused: list[str] = []
         self._authorization_error: Exception | None = None
+        self._refusals = 0
+        self._established = False
         self._closing = False
         self._loop = asyncio.get_running_loop()
         self._write_scheduled = False
@@ -158,6 +162,7 @@ class NatsBus:
         async def on_reconnected() -> None:
             nonlocal wait_s
             wait_s = RECONNECT_FIRST_S
+            bus._refusals = 0
             log.info("bus.reconnected", server=address.url)
             for callback in bus._reconnect_callbacks:
                 callback()
@@ -193,6 +198,8 @@ class NatsBus:
             await _quietly(client.close())
             # While it retries, nats-py tells the reason only to the error callback.
             raise BusError(_connect_advice(address, bus._authorization_error or error)) from error
+        bus._established = True
+        bus._refusals = 0
         return bus
 
     @property
@@ -290,6 +297,9 @@ class NatsBus:
         text = str(error)
         if "authorization" in text.lower():
             self._authorization_error = error
+            self._refusals += 1
+            if self._refusals >= REFUSALS_MAX:
+                self._end(f"NATS at {self._address} refuses this service's credentials now; have they expired?")
         if "permissions violation" in text.lower():
             # A forbidden subscribe or publish raises nowhere else: kept, so that the next barrier fails loudly.
             self._refused.append(text)
@@ -303,10 +313,11 @@ class NatsBus:
             callback()
 
     async def _on_closed(self) -> None:
-        if not self._closing and not self.closed.done():
-            self.closed.set_exception(
-                BusError(f"NATS at {self._address} closed the connection for good (credentials expired or refused?)")
-            )
+        self._end(f"NATS at {self._address} closed the connection for good")
+
+    def _end(self, reason: str) -> None:
+        if self._established and not self._closing and not self.closed.done():
+            self.closed.set_exception(BusError(reason))
 
 
 class _Subscription:
