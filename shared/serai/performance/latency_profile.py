@@ -106,8 +106,6 @@ class LatencyProfile:
     overheads: Overheads = Overheads()
     serving: ServingHabits = ServingHabits()
     provenance: Provenance = Provenance()
-    routing: dict[str, float] = field(default_factory=dict)
-    """Routing evenness of single models, by name, where it was measured; `efficiency.routing_evenness` otherwise."""
 
 
 PURE_ROOFLINE = LatencyProfile(gpu="any", engine="ideal")

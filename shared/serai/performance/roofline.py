@@ -230,7 +230,7 @@ class RooflineModel:
         peak = self._peak(weights, efficiency.experts_narrow_compute)
         parameters = card.dense_parameters(experts.intermediate) / self.parallelism.tensor
         count = card.moe_layers
-        self._evenness = self.profile.routing.get(card.name, efficiency.routing_evenness)
+        self._evenness = efficiency.routing_evenness
         self._expert_multiply_s = count * 2 * parameters * experts.active / (peak * efficiency.experts_compute)
         rate = self._memory_rate * efficiency.experts_memory
         self._expert_read_s = count * weight_bytes(parameters, weights) / rate

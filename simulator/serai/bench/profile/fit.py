@@ -15,7 +15,7 @@ from pathlib import Path
 from serai.bench.profile import kernel_tables, serving_logs, static_prefill
 from serai.bench.profile.data_folder import DataMissing, add_data_argument, checked_data
 from serai.bench.profile.served_fit import fit_served
-from serai.bench.profile.silicon import SYSTEMS, load_served_rows
+from serai.bench.profile.silicon import load_served_rows
 from serai.bench.report import say
 from serai.performance.fitting import FitFailed
 from serai.performance.latency_profile import LatencyProfile, encode_profile
@@ -57,9 +57,7 @@ def fit_all(data: Path) -> Profiles:
 def _fitted(data: Path) -> Iterator[LatencyProfile]:
     say("served rows of H100 and H200")
     served = [row for row in load_served_rows(data).rows if not row.held_out]
-    for profile in fit_served(served).by_engine.values():
-        for gpu in SYSTEMS.values():
-            yield replace(profile, gpu=gpu)
+    yield from fit_served(served).values()
     say("static prompts of A100 and H100")
     prompts = [row for row in static_prefill.load_prompt_rows(data)[0] if not row.held_out]
     for gpu in static_prefill.SYSTEMS.values():

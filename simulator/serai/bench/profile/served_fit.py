@@ -39,17 +39,14 @@ FACTORS = (
     Parameter("ridge_sharpness", 3.0, 0.3),
     Parameter("routing_evenness", 3.0, 1.0),
 )
-DEVIATION = 0.4
+DEVIATION = 0.2
 """How far an engine may stray from the shared factor, on the unbounded scale."""
 
-ROUTING = 0.7
-"""How far a model's routing evenness may stray from the shared one; a model not fitted has the shared one."""
-
 OVERHEADS = (
-    Parameter("step_s", 1e-3, 1.0),
+    Parameter("step_s", 5e-4, 0.5),
     Parameter("sequence_s", 1.5e-5, 1.0),
-    Parameter("kernel_s", 5e-6, 0.7),
-    Parameter("all_reduce_s", 6e-6, 0.7),
+    Parameter("kernel_s", 4.5e-6, 0.4),
+    Parameter("all_reduce_s", 4e-6, 0.5),
 )
 HABITS = (Parameter("prompts_together", 1.5, 0.7), Parameter("delay_share", 0.9, 0.3))
 MIXED_STEPS = {"vllm": True, "trtllm": True, "sglang": False}
@@ -64,27 +61,23 @@ Key = tuple[str, str]
 
 
 class _Layout:
-    """Which position means what: shared factors; each engine's deviations, overheads and habits; each GPU's memory;
-    each routed model's evenness."""
+    """Which position means what: shared factors; each engine's deviations, overheads and habits; each GPU's memory."""
 
     def __init__(self, rows: Sequence[ServedRow]) -> None:
         self.own = OVERHEADS + HABITS
         self.gpus = sorted({row.system for row in rows})
-        self.models = sorted({row.model for row in rows if row.instance.card.experts is not None})
         self.width = len(FACTORS) + len(self.own)
         self.first_gpu = len(FACTORS) + len(ENGINES) * self.width
-        self.first_model = self.first_gpu + len(self.gpus)
 
     def start(self) -> list[float]:
         """Where every position begins."""
         own = [0.0] * len(FACTORS) + [p.start for p in self.own]
-        return [p.start for p in FACTORS] + own * len(ENGINES) + [0.0] * (len(self.gpus) + len(self.models))
+        return [p.start for p in FACTORS] + own * len(ENGINES) + [0.0] * len(self.gpus)
 
     def spreads(self) -> list[float]:
         """How far every position may stray."""
         own = [DEVIATION] * len(FACTORS) + [p.spread for p in self.own]
-        last = [MEMORY] * len(self.gpus) + [ROUTING] * len(self.models)
-        return [p.spread for p in FACTORS] + own * len(ENGINES) + last
+        return [p.spread for p in FACTORS] + own * len(ENGINES) + [MEMORY] * len(self.gpus)
 
     def values(self, position: Sequence[float], key: Key) -> dict[str, float]:
         """Every number of one GPU under one engine, by name."""
@@ -98,21 +91,12 @@ class _Layout:
         own = offset + len(FACTORS)
         return found | {p.name: p.value(position[own + i]) for i, p in enumerate(self.own)}
 
-    def routing(self, position: Sequence[float]) -> dict[str, float]:
-        """Evenness of each fitted model."""
-        index = next(i for i, p in enumerate(FACTORS) if p.name == "routing_evenness")
-        return {
-            name: FACTORS[index].value(position[index] + position[self.first_model + i])
-            for i, name in enumerate(self.models)
-        }
-
-    def depends(self, key: Key, models: set[str]) -> list[int]:
+    def depends(self, key: Key) -> list[int]:
         """The positions that the rows of one GPU under one engine depend on."""
         gpu, engine = key
         offset = len(FACTORS) + ENGINES.index(engine) * self.width
-        last = [self.first_model + i for i, name in enumerate(self.models) if name in models]
         own = range(offset, offset + self.width)
-        return [*range(len(FACTORS)), *own, self.first_gpu + self.gpus.index(gpu), *last]
+        return [*range(len(FACTORS)), *own, self.first_gpu + self.gpus.index(gpu)]
 
 
 def predicted_tpot_ms(row: ServedRow, instance: RooflineModel) -> float:
@@ -131,9 +115,7 @@ def fit_served(rows: Sequence[ServedRow]) -> dict[Key, LatencyProfile]:
     return {key: _profile(layout, key, position, found) for key, found in own.items()}
 
 
-def profile_from(
-    values: dict[str, float], engine: str, gpu: str = "any", routing: dict[str, float] | None = None
-) -> LatencyProfile:
+def profile_from(values: dict[str, float], engine: str, gpu: str = "any") -> LatencyProfile:
     """A profile with the named numbers, everything else at its default."""
     habits = ServingHabits(
         prompts_together=values.get("prompts_together", 1.0),
@@ -146,7 +128,6 @@ def profile_from(
         Efficiency(**{f.name: values[f.name] for f in fields(Efficiency) if f.name in values}),
         Overheads(**{f.name: values[f.name] for f in fields(Overheads) if f.name in values}),
         habits,
-        routing=routing or {},
     )
 
 
@@ -154,11 +135,11 @@ def _block(layout: _Layout, key: Key, rows: Sequence[ServedRow]) -> Block:
     measured = [log(row.tpot_ms) for row in rows]
 
     def residuals(position: Sequence[float]) -> list[float]:
-        profile = profile_from(layout.values(position, key), key[1], routing=layout.routing(position))
+        profile = profile_from(layout.values(position, key), key[1])
         predict = Predictor(profile)
         return [log(predict.tpot_ms(row)) - known for row, known in zip(rows, measured, strict=True)]
 
-    return Block(residuals, layout.depends(key, {row.model for row in rows}))
+    return Block(residuals, layout.depends(key))
 
 
 class Predictor:
@@ -179,9 +160,8 @@ class Predictor:
 
 def _profile(layout: _Layout, key: Key, position: Sequence[float], rows: Sequence[ServedRow]) -> LatencyProfile:
     gpu, engine = key
-    routing = {name: rounded(value) for name, value in layout.routing(position).items()}
     values = {name: rounded(value) for name, value in layout.values(position, key).items()}
-    profile = profile_from(values, engine, gpu, routing)
+    profile = profile_from(values, engine, gpu)
     predict = Predictor(profile)
     errors = [abs(predict.tpot_ms(row) / row.tpot_ms - 1) for row in rows]
     error = rounded(sum(errors) / len(errors)) if errors else 0.0

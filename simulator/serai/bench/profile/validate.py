@@ -1,11 +1,13 @@
-"""`serai profile validate`: judges the shipped profiles on measurements their fit never saw, every figure with its count.
+"""`serai profile validate`: judges the shipped profiles on measurements their fit never saw, every figure with its
+count.
 
-| figure                | truth                                                       | goal   |
-|-----------------------|-------------------------------------------------------------|--------|
-| tpot_mape_held_out    | served TPOT, H100 and H200: two whole models, and a third of the other configurations | ≤ 0.10 |
-| prefill_mape_held_out | prompt times of A100 and H100: BLOOM-176B, and Llama-2-70B at TP 4 | ≤ 0.15 |
-| speedup_error         | H100 over RTX 3090 on OpenTela's three shapes               | ≤ 0.06 |
-| placement_ratio       | drain time of the roofline-only placement over the best     | ≤ 1.05 |
+| figure                | truth                                                              | goal   |
+|-----------------------|--------------------------------------------------------------------|--------|
+| tpot_mape_held_out    | served TPOT of H100 and H200: two whole models, and a third of the | ≤ 0.10 |
+|                       | other configurations                                               |        |
+| prefill_mape_held_out | prompt times of A100 and H100: BLOOM-176B, Llama-2-70B at TP 4     | ≤ 0.15 |
+| speedup_error         | H100 over RTX 3090 on OpenTela's three shapes                      | ≤ 0.06 |
+| placement_ratio       | drain time of the roofline-only placement over the best            | ≤ 1.05 |
 
 The full run also fits everything again and says by how much the shipped numbers differ from that, and leaves each
 model out in turn.
@@ -30,7 +32,6 @@ from serai.bench.profile.silicon import ServedRow
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.performance.hardware import GPUS
 from serai.performance.latency_profile import (
-    PURE_ROOFLINE,
     Efficiency,
     LatencyProfile,
     Overheads,
@@ -240,11 +241,9 @@ def _logs(data: Path, profiles: Profiles, found: Findings) -> None:
     profile = profiles[serving_logs.FITTED_GPU, serving_logs.ENGINE]
     for log in serving_logs.load_logs(data):
         kind = "held out" if log.held_out else "fitted"
-        name = (
-            f"log_tpot_mape_{log.gpu.replace('-', '_')}_{log.model.split('/')[-1].replace('-', '_').replace('.', '_')}"
-        )
+        name = f"log_tpot_mape_{_flat(log.gpu)}_{_flat(log.model.split('/')[-1])}"
         label = f"TPOT per request, {log.model} on {log.gpu}, {kind}"
-        found.errors(name.lower(), label, serving_logs.tpot_errors(log, profile))
+        found.errors(name, label, serving_logs.tpot_errors(log, profile))
 
 
 def _mlperf(data: Path, profiles: Profiles, found: Findings) -> None:
@@ -316,15 +315,14 @@ def _leave_one_model_out(data: Path, found: Findings) -> None:
     for model in sorted({row.model for row in rows}):
         say(f"leaving out {model}")
         fitted = fit_served([row for row in rows if row.model != model])
-        predict = {engine: Predictor(profile) for engine, profile in fitted.by_engine.items()}
-        own = [predict[r.engine].tpot_ms(r) / r.tpot_ms - 1 for r in rows if r.model == model]
-        found.errors(
-            f"tpot_mape_without_{model.split('/')[-1].lower().replace('-', '_').replace('.', '_')}",
-            f"TPOT, {model}, model left out",
-            own,
-        )
+        predict = {key: Predictor(profile) for key, profile in fitted.items()}
+        own = [predict[r.system, r.engine].tpot_ms(r) / r.tpot_ms - 1 for r in rows if r.model == model]
+        short = model.split("/")[-1]
+        found.errors(f"tpot_mape_without_{_flat(short)}", f"TPOT, {short}, model left out", own)
         errors += own
     found.errors("tpot_mape_leave_one_model_out", "TPOT, each model left out in turn", errors)
 
 
-__all__ = ["PURE_ROOFLINE", "add_arguments", "run", "validate"]
+def _flat(name: str) -> str:
+    """A name as part of a figure's name."""
+    return name.lower().replace("-", "_").replace(".", "_")
