@@ -36,6 +36,12 @@ COMMANDS: Tree = {
         "llamacpp": Command("serai.worker_agent.engine.llamacpp_server", "serve a GGUF file with llama.cpp"),
         "emulate": Command("serai.engine_emulator.command", "serve an emulated model: an engine in time only"),
     },
+    "profile": {
+        "show": Command("serai.bench.profile.show", "what the cost model says of a model on a GPU"),
+        "engine": Command("serai.bench.profile.engine", "measure a running engine and fit a profile to it"),
+        "validate": Command("serai.bench.profile.validate", "judge the shipped profiles on data they never saw"),
+        "fit": Command("serai.bench.profile.fit", "fit the shipped profiles to measured data"),
+    },
     "bench": {
         "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),
         "gateway": Command("serai.bench.gateway", "throughput beside the engine alone and other gateways"),
