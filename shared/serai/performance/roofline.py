@@ -13,9 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from math import sqrt
-from statistics import NormalDist
 
 from serai.performance import memory
 from serai.performance.communication import LARGE_MESSAGE_BYTES, all_reduce_s, transfer_s
@@ -39,19 +36,6 @@ def experts_touched(experts: Experts, tokens: float, evenness: float = 100.0) ->
     """
     missed = (1.0 + experts.active * tokens / (experts.count * evenness)) ** -evenness
     return float(max(experts.active, experts.count * (1.0 - missed)))
-
-
-def fullest_rank(mean: float, variance: float, ranks: int) -> float:
-    """How much more than the mean the fullest of `ranks` expert-parallel ranks has, for near-normal counts: the
-    expected largest of `ranks` draws by Blom's formula, at most `ranks` times the mean."""
-    if ranks <= 1 or mean <= 0:
-        return 1.0
-    return min(float(ranks), 1.0 + _largest_of(ranks) * sqrt(max(variance, 0.0)) / mean)
-
-
-@cache
-def _largest_of(draws: int) -> float:
-    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def either(multiply_s: float, read_s: float, sharpness: float) -> float:
@@ -345,17 +329,8 @@ class RooflineModel:
         experts = self.card.experts
         if experts is None:
             return 0.0
-        evenness = self._evenness
-        touched = experts_touched(experts, tokens, evenness)
-        read = touched * self._expert_read_s + tokens * self._expert_token_s
+        read = experts_touched(experts, tokens, self._evenness) * self._expert_read_s + tokens * self._expert_token_s
         multiply = tokens * self._expert_multiply_s
-        if self.parallelism.expert:
-            ranks = self.parallelism.tensor
-            assigned = tokens * experts.active / ranks
-            uneven = assigned * assigned * ranks / (experts.count * evenness)
-            multiply *= fullest_rank(assigned, assigned + uneven, ranks)
-            share = touched / experts.count
-            read *= fullest_rank(share, share * (1 - share) * ranks / experts.count, ranks)
         return either(multiply, read, self.profile.efficiency.ridge_sharpness)
 
     def _attention_s(self, chunks: Sequence[PrefillChunk], decodes: int, context: float) -> float:
