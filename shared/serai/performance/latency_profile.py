@@ -66,6 +66,12 @@ class Overheads:
     launch_s: float = 0.0
     """Per kernel, on the host, at the same time as the GPU works: a step is never shorter than all its launches.
     About 60 µs where Python launches each kernel, nothing where graphs are replayed."""
+    experts_layer_s: float = 0.0
+    """Per layer with routed experts: router, sorting, gathering, and products too small to fill the GPU. 30 to 50 µs
+    in kernel tables, for a single token."""
+    expert_s: float = 0.0
+    """Per expert that a GPU touches in a layer: a tile too small to fill the GPU. Slicing every expert over ranks
+    pays it on each rank; whole experts on each rank (expert parallelism) pay it once."""
     all_reduce_s: float = 0.0
     """Per all-reduce over two GPUs, however small."""
 

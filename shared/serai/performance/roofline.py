@@ -48,14 +48,12 @@ def either(multiply_s: float, read_s: float, sharpness: float) -> float:
 
 
 def kernels(card: ModelCard) -> int:
-    """Kernels one step launches, about: two norms, two projections, rotation, attention and cache write a layer;
-    three more for a dense feed-forward; eight for routed experts (router, top-k, sort, two products, activation,
-    gather, sum) and three for shared ones; six more for latent attention's extra projections and norms."""
+    """Kernels one step launches, about, without those of routed experts: two norms, two projections, rotation,
+    attention and cache write a layer; three more for a dense feed-forward or shared experts; six more for the extra
+    projections and norms of latent attention."""
     per_layer = 7 + (6 if isinstance(card.attention, LatentAttention) else 0)
-    experts = 0
-    if card.experts is not None:
-        experts = card.moe_layers * (8 + (3 if card.experts.shared_intermediate else 0))
-    return card.layers * per_layer + card.dense_layers * 3 + experts
+    shared = card.experts is not None and card.experts.shared_intermediate > 0
+    return card.layers * per_layer + 3 * (card.dense_layers + (card.moe_layers if shared else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,8 @@ class RooflineModel:
         self._stages_token_s = (self.parallelism.pipeline - 1) * card.hidden * _ACTIVATION_BYTES
         self._stages_token_s /= self.link.bandwidth_bytes_s * efficiency.link_bandwidth
         self._stages_fixed_s = (self.parallelism.pipeline - 1) * self.link.latency_s
-        self._kernels_s = kernels(card) * self.profile.overheads.kernel_s
+        overheads = self.profile.overheads
+        self._kernels_s = kernels(card) * overheads.kernel_s + card.moe_layers * overheads.experts_layer_s
         self._launch_s = kernels(card) * self.profile.overheads.launch_s
         if card.experts is not None:
             self._prepare_experts(card.experts)
@@ -218,6 +217,8 @@ class RooflineModel:
         self._expert_multiply_s = count * 2 * parameters * experts.active / (peak * efficiency.experts_compute)
         rate = self._memory_rate * efficiency.experts_memory
         self._expert_read_s = count * weight_bytes(parameters, weights) / rate
+        ranks = self.parallelism.tensor if self.parallelism.expert else 1
+        self._expert_fixed_s = count * self.profile.overheads.expert_s / ranks
         self._expert_token_s = count * experts.active * 2 * card.hidden * _ACTIVATION_BYTES / rate
 
     # The answers
@@ -329,7 +330,8 @@ class RooflineModel:
         experts = self.card.experts
         if experts is None:
             return 0.0
-        read = experts_touched(experts, tokens, self._evenness) * self._expert_read_s + tokens * self._expert_token_s
+        touched = experts_touched(experts, tokens, self._evenness)
+        read = touched * (self._expert_read_s + self._expert_fixed_s) + tokens * self._expert_token_s
         multiply = tokens * self._expert_multiply_s
         return either(multiply, read, self.profile.efficiency.ridge_sharpness)
 

@@ -7,11 +7,12 @@ others, which matters where an engine was measured on few models.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import log
 
-from serai.bench.profile.silicon import ENGINES, PATH, ServedRow
+from serai.bench.profile.silicon import PATH, STACKS, ServedRow
 from serai.bench.report import rounded
 from serai.performance.fitting import Block, Parameter, fit
 from serai.performance.latency_profile import (
@@ -25,18 +26,21 @@ from serai.performance.roofline import RooflineModel
 from serai.performance.serving import closed_loop
 
 FACTORS = (
-    # name, guess, spread of the shared number, ceiling
-    Parameter("linear_compute", 0.7, 0.6, 1.0),
-    Parameter("narrow_compute", 0.8, 0.8, 1.0),
-    Parameter("linear_memory", 0.8, 0.6, 1.0),
-    Parameter("experts_compute", 0.4, 0.8, 1.0),
+    # name, guess, spread of the shared number, ceiling. Guesses are what NVIDIA's kernel tables of H100 and H200 show
+    # (aiconfigurator-core 0.12: medians of large GEMMs, attention, grouped GEMMs and all-reduce under the engines).
+    # What those tables pin down better than served rows can has a small spread: GEMM rates, and how little slower a
+    # GEMM is at 64 rows than at 4 (1.04 to 1.10 times), which is the sharpness of the ridge.
+    Parameter("linear_compute", 0.76, 0.25, 1.0),
+    Parameter("narrow_compute", 0.71, 0.2, 1.0),
+    Parameter("linear_memory", 0.86, 0.15, 1.0),
+    Parameter("experts_compute", 0.25, 0.6, 1.0),
     Parameter("experts_narrow_compute", 0.8, 0.8, 1.0),
-    Parameter("experts_memory", 0.6, 0.8, 1.0),
-    Parameter("attention_compute", 0.5, 0.8, 1.0),
-    Parameter("attention_memory", 0.8, 0.6, 1.0),
+    Parameter("experts_memory", 0.65, 0.5, 1.0),
+    Parameter("attention_compute", 0.45, 0.4, 1.0),
+    Parameter("attention_memory", 0.85, 0.3, 1.0),
     Parameter("elementwise_memory", 0.5, 0.8, 1.0),
-    Parameter("link_bandwidth", 0.8, 1.0, 2.0),
-    Parameter("ridge_sharpness", 3.0, 0.3),
+    Parameter("link_bandwidth", 0.4, 0.5, 2.0),
+    Parameter("ridge_sharpness", 3.0, 0.05),
     Parameter("routing_evenness", 3.0, 1.0),
 )
 DEVIATION = 0.2
@@ -46,14 +50,17 @@ OVERHEADS = (
     Parameter("step_s", 5e-4, 0.5),
     Parameter("sequence_s", 1.5e-5, 1.0),
     Parameter("kernel_s", 4.5e-6, 0.4),
-    Parameter("all_reduce_s", 4e-6, 0.5),
+    Parameter("experts_layer_s", 3.5e-5, 0.5),
+    Parameter("expert_s", 1e-7, 1.0),
+    Parameter("all_reduce_s", 4.4e-6, 0.25),
 )
 HABITS = (Parameter("prompts_together", 1.5, 0.7), Parameter("delay_share", 0.9, 0.3))
-MIXED_STEPS = {"vllm": True, "trtllm": True, "sglang": False}
-"""Whether the engine's default loop mixes prompt chunks into decode steps. SGLang's runs prompts first."""
+PROMPTS_FIRST = {"sglang"}
+"""Engines whose default loop runs prompts in steps of their own; the others mix their chunks into decode steps."""
 
-MEMORY = 0.3
-"""How far a GPU's reached memory bandwidth may stray from the shared factors."""
+MEMORY = 0.1
+"""How far a GPU's reached memory bandwidth may stray from the shared factors: little, since the share of the peak
+that HBM gives differs by a few percent between generations, and few models were measured on both GPUs."""
 _MEMORY_FACTORS = ("linear_memory", "experts_memory", "attention_memory")
 
 Key = tuple[str, str]
@@ -67,22 +74,22 @@ class _Layout:
         self.own = OVERHEADS + HABITS
         self.gpus = sorted({row.system for row in rows})
         self.width = len(FACTORS) + len(self.own)
-        self.first_gpu = len(FACTORS) + len(ENGINES) * self.width
+        self.first_gpu = len(FACTORS) + len(STACKS) * self.width
 
     def start(self) -> list[float]:
         """Where every position begins."""
         own = [0.0] * len(FACTORS) + [p.start for p in self.own]
-        return [p.start for p in FACTORS] + own * len(ENGINES) + [0.0] * len(self.gpus)
+        return [p.start for p in FACTORS] + own * len(STACKS) + [0.0] * len(self.gpus)
 
     def spreads(self) -> list[float]:
         """How far every position may stray."""
         own = [DEVIATION] * len(FACTORS) + [p.spread for p in self.own]
-        return [p.spread for p in FACTORS] + own * len(ENGINES) + [MEMORY] * len(self.gpus)
+        return [p.spread for p in FACTORS] + own * len(STACKS) + [MEMORY] * len(self.gpus)
 
     def values(self, position: Sequence[float], key: Key) -> dict[str, float]:
         """Every number of one GPU under one engine, by name."""
         gpu, engine = key
-        offset = len(FACTORS) + ENGINES.index(engine) * self.width
+        offset = len(FACTORS) + STACKS.index(engine) * self.width
         memory = position[self.first_gpu + self.gpus.index(gpu)]
         found = {}
         for i, p in enumerate(FACTORS):
@@ -94,7 +101,7 @@ class _Layout:
     def depends(self, key: Key) -> list[int]:
         """The positions that the rows of one GPU under one engine depend on."""
         gpu, engine = key
-        offset = len(FACTORS) + ENGINES.index(engine) * self.width
+        offset = len(FACTORS) + STACKS.index(engine) * self.width
         own = range(offset, offset + self.width)
         return [*range(len(FACTORS)), *own, self.first_gpu + self.gpus.index(gpu)]
 
@@ -107,10 +114,10 @@ def predicted_tpot_ms(row: ServedRow, instance: RooflineModel) -> float:
 def fit_served(rows: Sequence[ServedRow]) -> dict[Key, LatencyProfile]:
     """Profiles fitted to `rows`, every one of them, for each GPU and engine. The caller keeps held-out rows away."""
     layout = _Layout(rows)
-    own: dict[Key, list[ServedRow]] = {(gpu, engine): [] for gpu in layout.gpus for engine in ENGINES}
+    own: dict[Key, list[ServedRow]] = defaultdict(list)
     for row in rows:
-        own[row.system, row.engine].append(row)
-    blocks = [_block(layout, key, found) for key, found in own.items() if found]
+        own[row.system, row.stack].append(row)
+    blocks = [_block(layout, key, found) for key, found in own.items()]
     position = fit(layout.start(), layout.spreads(), blocks)
     return {key: _profile(layout, key, position, found) for key, found in own.items()}
 
@@ -120,7 +127,7 @@ def profile_from(values: dict[str, float], engine: str, gpu: str = "any") -> Lat
     habits = ServingHabits(
         prompts_together=values.get("prompts_together", 1.0),
         delay_share=values.get("delay_share", 1.0),
-        mixed_steps=MIXED_STEPS.get(engine, True),
+        mixed_steps=engine not in PROMPTS_FIRST,
     )
     return LatencyProfile(
         gpu,
@@ -164,7 +171,8 @@ def _profile(layout: _Layout, key: Key, position: Sequence[float], rows: Sequenc
     profile = profile_from(values, engine, gpu)
     predict = Predictor(profile)
     errors = [abs(predict.tpot_ms(row) / row.tpot_ms - 1) for row in rows]
-    error = rounded(sum(errors) / len(errors)) if errors else 0.0
-    note = "" if rows else "this GPU was not fitted under this engine; its memory factors come from other engines' rows"
+    error = rounded(sum(errors) / len(errors))
+    versions = ", ".join(sorted({row.version for row in rows if row.version}))
+    note = f"versions {versions}; fitted together with the other engines and GPUs of this source"
     provenance = Provenance([f"{PATH}: InferenceX and NVIDIA gap-analysis rows"], len(rows), error, note)
     return replace(profile, provenance=provenance)

@@ -51,7 +51,7 @@ GOALS = {
 }
 ECOSERVE_PREFILL = (
     # GPU, TP, measured prompt tokens a second of one instance of Llama-30B (EcoServe Table 3, as recalled)
-    ("a800-pcie-80", 2, 6547.0),
+    ("a800-sxm-80", 2, 6547.0),
     ("l20", 4, 3292.0),
 )
 
@@ -132,7 +132,7 @@ def _served(data: Path, profiles: Profiles, found: Findings) -> None:
     say("served rows of H100 and H200")
     served = silicon.load_served_rows(data)
     predict = {key: Predictor(profile) for key, profile in profiles.items()}
-    errors = {id(r): predict[r.system, r.engine].tpot_ms(r) / r.tpot_ms - 1 for r in served.rows}
+    errors = {id(r): predict[r.system, r.stack].tpot_ms(r) / r.tpot_ms - 1 for r in served.rows}
     held = [row for row in served.rows if row.held_out]
 
     def of(rows: Iterable[ServedRow]) -> list[float]:
@@ -144,8 +144,8 @@ def _served(data: Path, profiles: Profiles, found: Findings) -> None:
     found.errors("tpot_mape_unseen_sizes", "  of sizes never fitted", of(r for r in held if r not in unseen))
     found.errors("tpot_mape_dense", "  dense models", of(r for r in held if r.instance.card.experts is None))
     found.errors("tpot_mape_experts", "  models with experts", of(r for r in held if r.instance.card.experts))
-    for engine in silicon.ENGINES:
-        found.errors(f"tpot_mape_{engine}", f"  under {engine}", of(r for r in held if r.engine == engine))
+    for stack in silicon.STACKS:
+        found.errors(f"tpot_mape_{_flat(stack)}", f"  under {stack}", of(r for r in held if r.stack == stack))
     found.figures["tpot_median_error_held_out"] = median(map(abs, of(held)))
     found.errors("tpot_mape_fitted", "TPOT, served, fitted rows", of(r for r in served.rows if not r.held_out))
     roofline = [predicted_tpot_ms(row, row.textbook) / row.tpot_ms - 1 for row in held]
@@ -177,15 +177,13 @@ def _served_speed_up(held: Sequence[ServedRow], predict: Mapping[tuple[str, str]
     """H200 over H100 where both served the same held-out load under the same engine."""
     sides: dict[tuple[object, ...], dict[str, ServedRow]] = defaultdict(dict)
     for row in held:
-        sides[row.model, row.engine, row.tensor, row.precision, row.load][row.system] = row
+        sides[row.model, row.stack, row.tensor, row.precision, row.load][row.system] = row
     errors = []
     for pair in sides.values():
         if len(pair) == 2:
             slow, fast = pair["h100-sxm-80"], pair["h200-sxm-141"]
             measured = slow.tpot_ms / fast.tpot_ms
-            predicted = predict[slow.system, slow.engine].tpot_ms(slow) / predict[fast.system, fast.engine].tpot_ms(
-                fast
-            )
+            predicted = predict[slow.system, slow.stack].tpot_ms(slow) / predict[fast.system, fast.stack].tpot_ms(fast)
             errors.append(predicted / measured - 1)
     found.errors("speedup_error_h200_over_h100", "speed-up H200 over H100, served, held out", errors)
 
@@ -316,7 +314,7 @@ def _leave_one_model_out(data: Path, found: Findings) -> None:
         say(f"leaving out {model}")
         fitted = fit_served([row for row in rows if row.model != model])
         predict = {key: Predictor(profile) for key, profile in fitted.items()}
-        own = [predict[r.system, r.engine].tpot_ms(r) / r.tpot_ms - 1 for r in rows if r.model == model]
+        own = [predict[r.system, r.stack].tpot_ms(r) / r.tpot_ms - 1 for r in rows if r.model == model]
         short = model.split("/")[-1]
         found.errors(f"tpot_mape_without_{_flat(short)}", f"TPOT, {short}, model left out", own)
         errors += own
