@@ -7,12 +7,13 @@ lie beside this module in `profiles/`, and `serai profile fit` or `serai profile
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from importlib.resources import files
 from math import log
 
 import msgspec
 
-from serai.performance.hardware import GPUS, find_gpu
+from serai.performance.hardware import GPUS, Gpu, find_gpu
 
 
 class BadProfile(ValueError):
@@ -118,6 +119,9 @@ PURE_ROOFLINE = LatencyProfile(gpu="any", engine="ideal")
 """All factors 1, no overhead: the textbook roofline, kept for contrast. It predicts about half of the real TPOT."""
 
 
+_ALONE = ("kernels", "vllm-2023")
+
+
 def encode_profile(profile: LatencyProfile) -> bytes:
     """The profile as indented JSON with a newline at its end, stable for version control."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
@@ -141,6 +145,7 @@ def decode_profile(data: bytes, source: str) -> LatencyProfile:
     return profile
 
 
+@cache
 def shipped_profiles() -> dict[tuple[str, str], LatencyProfile]:
     """The profiles that come with the package, by GPU name and engine."""
     found: dict[tuple[str, str], LatencyProfile] = {}
@@ -155,11 +160,12 @@ def profile_for(gpu_name: str, engine: str = "vllm") -> LatencyProfile:
     """The shipped profile for a GPU and engine: the very pair, else the nearest that was measured.
 
     Nearest: the same engine on a GPU of the same family; then another engine on that family; then the same engine on
-    the GPU with the nearest memory bandwidth. The returned profile's provenance says which one stood in.
+    the GPU with the nearest memory bandwidth. Profiles of bare kernels and of engines long gone stand in for nothing
+    but themselves. The returned profile's provenance says which one stood in.
     Raises UnknownHardware when the GPU is not in the catalogue.
     """
     gpu = find_gpu(gpu_name)
-    shipped = shipped_profiles()
+    shipped = {key: p for key, p in shipped_profiles().items() if key[1] == engine or key[1] not in _ALONE}
 
     def distance(item: tuple[tuple[str, str], LatencyProfile]) -> tuple[bool, bool, bool, float, str]:
         (name, stack), _ = item
@@ -172,4 +178,18 @@ def profile_for(gpu_name: str, engine: str = "vllm") -> LatencyProfile:
         return profile
     note = f"not measured on {gpu.name} under {engine}: factors of {name} under {stack}. {profile.provenance.note}"
     provenance = replace(profile.provenance, note=note.strip())
-    return replace(profile, gpu=gpu.name, engine=engine, provenance=provenance)
+    return replace(on_gpu(profile, gpu), engine=engine, provenance=provenance)
+
+
+PCIE_SHARE = 0.29
+"""Share of PCIe that all-reduce reaches without direct links between GPUs (aiconfigurator-core 0.12 tables of vLLM
+0.24 on RTX PRO 6000: 18.5 of 63 GB/s). Stacks and boards lie between 0.06 and 0.58."""
+
+
+def on_gpu(profile: LatencyProfile, gpu: Gpu) -> LatencyProfile:
+    """`profile` for another GPU than it was fitted on. What was fitted on NVLink does not hold on PCIe."""
+    fitted = GPUS.get(profile.gpu)
+    efficiency = profile.efficiency
+    if gpu.link.startswith("pcie") and (fitted is None or not fitted.link.startswith("pcie")):
+        efficiency = replace(efficiency, link_bandwidth=PCIE_SHARE)
+    return replace(profile, gpu=gpu.name, efficiency=efficiency)

@@ -307,16 +307,17 @@ class _Reader:
         return Quantisation(attention, dense, weights, kv)
 
     def weight_format(self, config: Mapping[str, Any]) -> WeightFormat:
-        method = str(config.get("quant_method") or config.get("quant_algo") or "").lower()
-        bits = self.quantised_bits(config)
+        method = " ".join(str(config.get(key) or "") for key in ("quant_method", "quant_algo", "format")).lower()
         for word, found in (("mxfp4", WeightFormat.MXFP4), ("nvfp4", WeightFormat.NVFP4), ("fp8", WeightFormat.FP8)):
-            if word in method or word in str(config.get("format", "")).lower():
+            if word in method:
                 return found
+        bits, floating = self.quantised_bits(config), "float" in str(config.get("config_groups", "")).lower()
         if bits == 4:
-            return WeightFormat.INT4
+            return WeightFormat.NVFP4 if floating else WeightFormat.INT4
         if bits == 8:
-            return WeightFormat.FP8 if "float" in str(config).lower() else WeightFormat.INT8
-        raise self.bad("quantization_config", f"has a method the cost model does not know: {method or 'none'!r}")
+            return WeightFormat.FP8 if floating else WeightFormat.INT8
+        name = method.strip() or "none"
+        raise self.bad("quantization_config", f"has a method the cost model does not know: {name!r}")
 
     def quantised_bits(self, config: Mapping[str, Any]) -> int:
         bits = config.get("bits") or config.get("w_bit")

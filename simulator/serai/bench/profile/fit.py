@@ -18,7 +18,8 @@ from serai.bench.profile.served_fit import fit_served
 from serai.bench.profile.silicon import load_served_rows
 from serai.bench.report import say
 from serai.performance.fitting import FitFailed
-from serai.performance.latency_profile import LatencyProfile, encode_profile
+from serai.performance.hardware import GPUS
+from serai.performance.latency_profile import LatencyProfile, encode_profile, on_gpu
 
 Profiles = dict[tuple[str, str], LatencyProfile]
 
@@ -58,7 +59,7 @@ def fit_all(data: Path) -> Profiles:
 def _fitted(data: Path) -> Iterator[LatencyProfile]:
     say("served rows of H100 and H200")
     served = [row for row in load_served_rows(data).rows if not row.held_out]
-    yield from fit_served(served).values()
+    yield from (profile for profile in fit_served(served).values() if profile.provenance.rows_fitted)
     say("static prompts of A100 and H100")
     prompts = [row for row in static_prefill.load_prompt_rows(data)[0] if not row.held_out]
     for gpu in static_prefill.SYSTEMS.values():
@@ -72,8 +73,8 @@ def _fitted(data: Path) -> Iterator[LatencyProfile]:
 
 
 def _l20(nearest: LatencyProfile) -> LatencyProfile:
-    """L20 under vLLM: the nearest measured GPU's factors, but another all-reduce. The RTX PRO 6000 has no direct
-    traffic between more than two GPUs; EcoServe's L20 nodes reach 3.3 thousand prompt tokens a second at TP 4, which needs it."""
+    """L20 under vLLM: the nearest measured GPU's factors, but another all-reduce. Four RTX PRO 6000 exchange slowly;
+    EcoServe's L20 nodes reach 3.3 thousand prompt tokens a second at TP 4, which that would not allow."""
     efficiency = replace(nearest.efficiency, link_bandwidth=0.6)
     note = f"factors of {nearest.gpu}; all-reduce at 0.6 of PCIe, set by EcoServe's prompt rate: not measured"
     return replace(nearest, gpu="l20", efficiency=efficiency, provenance=replace(nearest.provenance, note=note))
@@ -98,5 +99,6 @@ def _engines_on_kernels(found: Profiles) -> Profiles:
         note = f"matrix products and elementwise kernels measured on {gpu}; the rest is vLLM's on h100-sxm-80"
         sources = kernels.provenance.sources + vllm.provenance.sources
         provenance = replace(kernels.provenance, sources=sources, note=note)
-        derived[gpu, "vllm"] = replace(vllm, gpu=gpu, efficiency=efficiency, provenance=provenance)
+        here = on_gpu(replace(vllm, efficiency=efficiency), GPUS[gpu])
+        derived[gpu, "vllm"] = replace(here, provenance=provenance)
     return derived

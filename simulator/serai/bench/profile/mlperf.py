@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from serai.performance.hardware import GPUS
-from serai.performance.latency_profile import LatencyProfile
+from serai.performance.latency_profile import LatencyProfile, on_gpu
 from serai.performance.memory import BadParallelism, MemoryBudget, Parallelism
 from serai.performance.quantisation import KvFormat, Quantisation, WeightFormat
 from serai.performance.roofline import RooflineModel
@@ -89,7 +89,7 @@ def predicted_throughput(benchmark: str, gpu: str, profile: LatencyProfile) -> f
                 shipped_card(model),
                 GPUS[gpu],
                 Parallelism(tensor),
-                profile=profile,
+                profile=on_gpu(profile, GPUS[gpu]),
                 quantisation=formats,
                 budget=MemoryBudget(utilisation=0.95),
             )

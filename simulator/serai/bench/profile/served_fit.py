@@ -112,14 +112,17 @@ def predicted_tpot_ms(row: ServedRow, instance: RooflineModel) -> float:
 
 
 def fit_served(rows: Sequence[ServedRow]) -> dict[Key, LatencyProfile]:
-    """Profiles fitted to `rows`, every one of them, for each GPU and engine. The caller keeps held-out rows away."""
+    """Profiles fitted to `rows`, every one of them, for each GPU and each engine that has rows on any GPU. The caller
+    keeps held-out rows away."""
     layout = _Layout(rows)
     own: dict[Key, list[ServedRow]] = defaultdict(list)
     for row in rows:
         own[row.system, row.stack].append(row)
     blocks = [_block(layout, key, found) for key, found in own.items()]
     position = fit(layout.start(), layout.spreads(), blocks)
-    return {key: _profile(layout, key, position, found) for key, found in own.items()}
+    stacks = sorted({stack for _, stack in own})
+    keys = [(gpu, stack) for gpu in layout.gpus for stack in stacks]
+    return {key: _profile(layout, key, position, own.get(key, [])) for key in keys}
 
 
 def profile_from(values: dict[str, float], engine: str, gpu: str = "any") -> LatencyProfile:
@@ -171,7 +174,7 @@ def _profile(layout: _Layout, key: Key, position: Sequence[float], rows: Sequenc
     profile = profile_from(values, engine, gpu)
     predict = Predictor(profile)
     errors = [abs(predict.tpot_ms(row) / row.tpot_ms - 1) for row in rows]
-    error = rounded(sum(errors) / len(errors))
+    error = rounded(sum(errors) / len(errors)) if errors else 0.0
     versions = ", ".join(sorted({row.version for row in rows if row.version}))
     note = f"versions {versions}; fitted together with the other engines and GPUs of this source"
     provenance = Provenance([f"{PATH}: InferenceX and NVIDIA gap-analysis rows"], len(rows), error, note)

@@ -22,7 +22,7 @@ from serai.bench.report import rounded
 from serai.performance.fitting import Block, Parameter, fit
 from serai.performance.hardware import GPUS
 from serai.performance.latency_model import PrefillChunk, Step
-from serai.performance.latency_profile import PURE_ROOFLINE, LatencyProfile, Provenance
+from serai.performance.latency_profile import PCIE_SHARE, PURE_ROOFLINE, LatencyProfile, Provenance
 from serai.performance.memory import Parallelism
 from serai.performance.roofline import RooflineModel
 from serai.performance.shipped_models import shipped_card
@@ -52,10 +52,10 @@ PARAMETERS = (
     Parameter("step_s", 1e-3, 0.7),
     Parameter("sequence_s", 1.5e-5, 0.7),
 )
-PCIE_ALL_REDUCE = {"link_bandwidth": 0.29, "all_reduce_s": 5e-6}
+PCIE_ALL_REDUCE = {"link_bandwidth": PCIE_SHARE, "all_reduce_s": 5e-6}
 """Not fitted (the fitted run has one GPU): all-reduce between two of these GPUs from the newest kernel tables
-(aiconfigurator-core 0.12, vLLM 0.24: 5 µs at 8 kB, 3.6 ms at 64 MiB, which is 18.5 GB/s of PCIe 5's 63). Other
-versions and NCCL lie between 0.12 and 0.58 of the link."""
+(aiconfigurator-core 0.12, vLLM 0.24: 5 µs at 8 kB, 3.6 ms at 64 MiB). Other versions and NCCL lie between 0.12 and
+0.58 of the link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profiles() -> Report:
-    table = [("profile", "rows", "fit error", "sources")]
+    table = [("profile", "rows", "fit error")]
+    notes = []
     for (gpu, engine), profile in shipped_profiles().items():
         known = profile.provenance
-        sources = "; ".join(known.sources)
-        table.append((f"{gpu} {engine}", str(known.rows_fitted), f"{known.fit_error:.1%}", sources))
-    return Report("profile show", {}, {"profiles": len(table) - 1}, table, [], None)
+        table.append((f"{gpu} {engine}", str(known.rows_fitted), f"{known.fit_error:.1%}"))
+        notes.append(f"{gpu} {engine}: {'; '.join(known.sources)}. {known.note}")
+    return Report("profile show", {}, {"profiles": len(table) - 1}, table, notes, None)
 
 
 def _instance(arguments: argparse.Namespace) -> Report:

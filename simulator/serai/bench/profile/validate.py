@@ -314,7 +314,8 @@ def _leave_one_model_out(data: Path, found: Findings) -> None:
         say(f"leaving out {model}")
         fitted = fit_served([row for row in rows if row.model != model])
         predict = {key: Predictor(profile) for key, profile in fitted.items()}
-        own = [predict[r.system, r.stack].tpot_ms(r) / r.tpot_ms - 1 for r in rows if r.model == model]
+        known = [row for row in rows if row.model == model and (row.system, row.stack) in predict]
+        own = [predict[r.system, r.stack].tpot_ms(r) / r.tpot_ms - 1 for r in known]
         short = model.split("/")[-1]
         found.errors(f"tpot_mape_without_{_flat(short)}", f"TPOT, {short}, model left out", own)
         errors += own
