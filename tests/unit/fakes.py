@@ -83,7 +83,7 @@ class FakeBus:
         self._on_disconnect: list[Callable[[], None]] = []
         self._on_reconnect: list[Callable[[], None]] = []
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+    def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
         if not self.connected:
             raise BusDisconnected("not connected")
         if len(payload) > self.message_bytes_max:

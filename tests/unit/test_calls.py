@@ -73,7 +73,7 @@ class AgentsBus(FakeBus):
         self.asked: list[tuple[str, InferenceRequest]] = []
         self.cancelled = asyncio.Queue[tuple[str, Frame]]()
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+    def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
         super().publish(subject, payload, reply)
         hop, _, session = subject.partition(".")
         frame = self.published[-1].frames[0]

@@ -26,17 +26,18 @@ def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
     return [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
 
 
-def check(stream: bytes, cuts: list[int]) -> SseRelay:
+def check(stream: bytes, cuts: list[int]) -> tuple[SseRelay, bytes]:
     """Feeds `stream` in pieces. After each one, the whole events of what came so far have passed, and nothing else;
-    only empty lines between events may wait for what follows them."""
+    only empty lines between events may wait for what follows them, and the end for the word that it is one."""
     relay, seen, passed = SseRelay(), b"", b""
     for piece in pieces(stream, cuts):
         seen += piece
         passed += relay.feed(piece)
         assert passed == seen[: len(passed)]
         assert len(passed) in boundaries(seen)
-        assert seen[len(passed) : boundaries(seen)[-1]].strip(b"\r\n") == b""
-    return relay
+        if not relay.done:
+            assert seen[len(passed) : boundaries(seen)[-1]].strip(b"\r\n") == b""
+    return relay, passed
 
 
 def event(text: str, *, newline: str = "\n", name: str = "", space: str = " ") -> bytes:
@@ -65,8 +66,10 @@ def cut_streams(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> tuple[byt
 
 @given(cut_streams(st.tuples(bodies, ends).map(b"".join)))
 def test_a_whole_stream_passes_unchanged_and_is_done(cut: tuple[bytes, list[int]]) -> None:
-    relay = check(*cut)
+    relay, passed = check(*cut)
     assert relay.done
+    assert DONE.strip() not in passed.splitlines()
+    assert passed + relay.rest() == cut[0]
     assert relay.rest() == b""
 
 
@@ -76,7 +79,7 @@ def test_a_stream_that_breaks_off_has_passed_whole_events_and_is_done_only_behin
 ) -> None:
     stream, cuts = cut
     broken = stream[: data.draw(st.integers(0, len(stream) - 1))]
-    relay = check(broken, [at for at in cuts if at <= len(broken)])
+    relay, _ = check(broken, [at for at in cuts if at <= len(broken)])
     assert not relay.done
     assert relay.rest() == broken[boundaries(broken)[-1] :]
 
@@ -113,9 +116,10 @@ def test_an_event_of_ours_can_follow_what_has_passed() -> None:
 
 def test_the_end_marker_counts_only_at_the_end() -> None:
     relay = SseRelay()
-    relay.feed(DONE)
+    assert relay.feed(DONE) == b""
     assert relay.done
-    relay.feed(event("a word after the end, long enough to move it out of sight"))
+    more = event("a word after the end")
+    assert relay.feed(more) == DONE + more
     assert not relay.done
 
 
@@ -145,7 +149,7 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 30, "prompt_tokens_details": {
     )
 )
 def test_usage_is_found_however_the_stream_is_cut(cut: tuple[bytes, list[int]]) -> None:
-    assert check(*cut).usage() == USAGE
+    assert check(*cut)[0].usage() == USAGE
 
 
 def test_usage_of_the_last_event_counts() -> None:

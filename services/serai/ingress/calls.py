@@ -235,31 +235,38 @@ class Calls:
         answer = request.start(200, headers)
         self._relayed[stream.id] = request
         relay = SseRelay()
+
+        def pass_on(data: bytes) -> bool:
+            """Once per token, in the bus's callback; False: the client is slow, or gone."""
+            try:
+                return answer.send(relay.feed(data))
+            except ClientGone:
+                return False
+
         problem: ApiError | None = None
         try:
-            while (data := await stream.data()) is not None:
-                data = relay.feed(data)
-                if not data:
-                    continue
+            while (data := await stream.data(pass_on if call.first_byte_s else None)) is not None:
+                answer.send(relay.feed(data))
                 if not call.first_byte_s:
                     call.first_byte_s = time.monotonic()
                 stream.blocked_since_s = time.monotonic()
-                await answer.write(data)
+                await answer.room()
                 stream.blocked_since_s = None
             if not relay.done:
                 problem = _unfinished()
         except StreamFailed as failed:
-            problem = failure_error(failed.failure)
+            # What breaks off after the engine has said that it is done has lost nothing.
+            problem = None if relay.done else failure_error(failed.failure)
         finally:
             self._relayed.pop(stream.id, None)
             self._count_tokens(call, relay.usage())
         if problem is None:
-            await answer.end(relay.rest())
+            answer.end(relay.rest())
             return
         code = problem.code or ""
         metrics.BROKEN_STREAMS.labels(call.model, code).inc()
         log.warning("inference.broken_stream", request_id=call.request_id, session=stream.session, code=code)
-        await answer.end(problem.event() + DONE)
+        answer.end(problem.event() + DONE)
 
     # -- account -------------------------------------------------------------------------------------------------
 

@@ -98,19 +98,24 @@ class HttpStream:
         self._connection = connection
         self._chunked = chunked
 
-    async def write(self, data: bytes) -> None:
-        """Waits while the client is slow to read. Raises ClientGone."""
+    def send(self, data: bytes) -> bool:
+        """Writes `data`; False when the client has so much to read that `room` should be waited for. Raises
+        ClientGone."""
         connection = self._connection
-        connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
-        if connection.write_paused:
-            await connection.drained()
-
-    async def end(self, data: bytes = b"") -> None:
-        """Writes the last bytes and the end. Raises ClientGone."""
         if data:
-            await self.write(data)
+            connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+        return not connection.write_paused
+
+    async def room(self) -> None:
+        """Waits while the client is slow to read. Raises ClientGone."""
+        if self._connection.write_paused:
+            await self._connection.drained()
+
+    def end(self, data: bytes = b"") -> None:
+        """The last bytes and the end, in one write. Raises ClientGone."""
         if self._chunked:
-            self._connection.write(b"0\r\n\r\n")
+            data = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        self._connection.write(data)
 
 
 Handler = Callable[[HttpRequest], Awaitable[None]]

@@ -43,6 +43,10 @@ class StreamFailed(Exception):
         self.failure = failure
 
 
+Sink = Callable[[bytes], bool]
+"""Takes what came, at once, and says whether it can take more now."""
+
+
 class InferenceStream:
     """One try of one request. Read it with `head`, then `data` until None."""
 
@@ -56,6 +60,7 @@ class InferenceStream:
         "_head",
         "_next_body_frame",
         "_received_bytes",
+        "_sink",
         "_waiter",
         "attempt",
         "blocked_since_s",
@@ -97,6 +102,7 @@ class InferenceStream:
         self._chunks: list[bytes] = []
         self.failure: InferenceFailure | None = None
         """Why the answer is not whole, once that is known."""
+        self._sink: Sink | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._expected = 0
         self._received_bytes = 0
@@ -123,14 +129,25 @@ class InferenceStream:
             await self._news()
         return self._head
 
-    async def data(self) -> bytes | None:
+    async def data(self, sink: Sink | None = None) -> bytes | None:
         """What came since the last call, joined; None at the whole end. Raises StreamFailed, but only after all
-        that came before the failure has been given out."""
+        that came before the failure has been given out.
+
+        With a sink, what comes while this waits goes straight to it: no task is woken per token. When the sink can
+        take no more, this returns nothing (`b""`), and what comes then is kept for the next call.
+        """
         while not self._chunks:
             if self.end is not None:
                 return None
             self._raise_if_failed()
-            await self._news()
+            self._sink = sink
+            try:
+                await self._news()
+                stopped = self._sink is not sink
+            finally:
+                self._sink = None
+            if stopped and not self.over:
+                return b""
         chunks, self._chunks = self._chunks, []
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self._consume(len(data))
@@ -181,8 +198,15 @@ class InferenceStream:
             return
         self._expected += 1
         if kind == _DATA:
-            self._chunks.append(frame.payload)
-            self._received_bytes += len(frame.payload)
+            size = len(frame.payload)
+            self._received_bytes += size
+            if self._sink is None:
+                self._chunks.append(frame.payload)
+            else:
+                self._consume(size)
+                if self._sink(frame.payload):
+                    return
+                self._sink = None
         else:
             self._feed_other(frame)
         self._wake()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -151,43 +152,56 @@ def _sentence(text: str) -> str:
 
 class SseRelay:
     """Lets whole events through and holds back the beginning of the next one, so that a stream that breaks off can
-    be ended with an event of ours. Bytes are never changed. Reads the end marker and the usage on the way."""
+    be ended with an event of ours; and holds back the engine's end marker until the answer is known to be whole.
+    Bytes are never changed. Reads the end marker and the usage on the way."""
 
-    __slots__ = ("_held", "_tail")
+    __slots__ = ("_held", "_last", "done")
 
     def __init__(self) -> None:
         self._held = b""
-        self._tail = b""
+        self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self.done = False
+        """Whether the engine has said `[DONE]`."""
 
     def feed(self, data: bytes) -> bytes:
         """The bytes that may go to the client now."""
         if self._held:
             data = self._held + data
             self._held = b""
-        if not data.endswith((b"\n\n", b"\n\r\n")) and len(data) < _HELD_BYTES_MAX:
+        if not data.endswith(_EVENT_ENDS) and len(data) < _HELD_BYTES_MAX:
             end = _end_of_last_event(data)
             self._held = data[end:]
             data = data[:end]
             if not data:
                 return data
-        self._tail = data[-_TAIL_BYTES:] if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
+        self._last.append(data)
+        self.done = False
+        if _DONE_TEXT in data and _is_done(data):
+            # Held with what came together with it, which leaves with the end: one write instead of two.
+            self.done = True
+            self._held = data
+            return b""
         return data
 
-    @property
-    def done(self) -> bool:
-        """Whether the engine has said `[DONE]`."""
-        # At the start of a line: a model may well write these words itself.
-        last_line = self._tail.rstrip(b"\r\n").rpartition(b"\n")[2]
-        return last_line in (b"data: [DONE]", b"data:[DONE]")
-
     def rest(self) -> bytes:
-        """What was held back, for a stream whose engine ended it as whole."""
+        """What was held back, for a stream that its engine ended as whole."""
         held, self._held = self._held, b""
         return held
 
     def usage(self) -> dict[str, Any] | None:
         """The last `usage` object the engine sent, if it sent one near the end."""
-        return read_usage(self._tail)
+        return read_usage(b"".join(self._last)[-_TAIL_BYTES:])
+
+
+_EVENT_ENDS = (b"\n\n", b"\n\r\n")
+_REMEMBERED = 8
+"""So many last pieces are looked through for the usage: the end of a stream may come in as many writes."""
+_DONE_TEXT = b"[DONE]"
+
+
+def _is_done(events: bytes) -> bool:
+    # At the start of a line: a model may well write these words itself.
+    return events.rstrip(b"\r\n").rpartition(b"\n")[2] in (b"data: [DONE]", b"data:[DONE]")
 
 
 def _end_of_last_event(data: bytes) -> int:

@@ -32,6 +32,7 @@ class Outbox:
         self._bus = bus
         self._ready: dict[int, Source] = {}
         self._scheduled = False
+        self._at_once = False
         self.frames_dropped = 0
 
     @property
@@ -39,9 +40,12 @@ class Outbox:
         """Largest payload of a frame, so that its message is within the server's limit."""
         return self._bus.message_bytes_max - 1024
 
-    def ready(self, source: Source) -> None:
-        """`source` has frames; they leave in the next turn of the loop."""
+    def ready(self, source: Source, *, at_once: bool = False) -> None:
+        """`source` has frames; they leave in the next turn of the loop, `at_once` also past the bus's own joining of
+        writes: for a frame that somebody waits for more than for the next token."""
         self._ready[id(source)] = source
+        if at_once:
+            self._at_once = True
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.flush)
@@ -50,6 +54,7 @@ class Outbox:
         """Sends everything that is ready now."""
         self._scheduled = False
         ready, self._ready = self._ready, {}
+        at_once, self._at_once = self._at_once, False
         by_ingress: dict[str, tuple[str, list[bytes]]] = {}
         for source in ready.values():
             frames = source.take_frames()
@@ -59,12 +64,12 @@ class Outbox:
                 ingress = source.reply.rpartition(".")[0]
                 by_ingress.setdefault(ingress, (source.reply, []))[1].extend(frames)
         for reply, frames in by_ingress.values():
-            self._publish(reply, frames)
+            self._publish(reply, frames, at_once)
 
-    def _publish(self, reply: str, frames: list[bytes]) -> None:
+    def _publish(self, reply: str, frames: list[bytes], at_once: bool) -> None:
         try:
             for message in split_by_size(frames, self._bus.message_bytes_max):
-                self._bus.publish(reply, message)
+                self._bus.publish(reply, message, at_once=at_once)
         except BusDisconnected:
             # The gap shows at the receiver; the disconnect callback ends these requests here.
             self.frames_dropped += len(frames)

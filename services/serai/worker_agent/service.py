@@ -26,7 +26,7 @@ from serai.runtime.telemetry import Tracing
 from serai.runtime.version import VERSION
 from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
-from serai.worker_agent.engine.process import EngineProcess, free_port
+from serai.worker_agent.engine.process import EngineStarter, RunningEngine, start_on_loopback
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
 from serai.worker_agent.outbox import Outbox
 from serai.worker_agent.settings import AgentSettings
@@ -43,13 +43,20 @@ class WorkerAgent:
     """Collaborators come from outside; `run` returns when the session has left."""
 
     def __init__(
-        self, settings: AgentSettings, engine: Engine, command: Sequence[str], bus: Bus, tracing: Tracing
+        self,
+        settings: AgentSettings,
+        engine: Engine,
+        command: Sequence[str],
+        bus: Bus,
+        tracing: Tracing,
+        start_engine: EngineStarter = start_on_loopback,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._command = command
         self._bus = bus
-        self._process: EngineProcess | None = None
+        self._start_engine = start_engine
+        self._process: RunningEngine | None = None
         self._origin = Origin.parse(settings.engine_url) if settings.engine_url else None
         key = settings.engine_api_key
         self._engine_headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -119,16 +126,13 @@ class WorkerAgent:
             stopping.cancel()
 
     async def _start_process(self) -> Origin:
-        port = free_port()
         try:
-            command = self._engine.with_address(self._command, "127.0.0.1", port)
-            log.info("engine.starting", kind=self._engine.kind, command=command)
-            self._process = await EngineProcess.start(command, self._engine.environment())
+            self._process, origin = await self._start_engine(self._engine, self._command)
         except EngineMisconfigured as error:
             raise ServiceFailure(str(error), exit_code=2) from error
         except OSError as error:
             raise ServiceFailure(f"cannot start {self._command[0]!r}: {error.strerror}", exit_code=2) from error
-        return Origin("127.0.0.1", port)
+        return origin
 
     def _serves(self, served: ServedModel) -> None:
         metadata = replace(

@@ -72,8 +72,9 @@ class Bus(Protocol):
     def inbox_prefix(self) -> str:
         """First token of the reply subjects that only this connection may read."""
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        """Sends without waiting. Raises BusDisconnected or MessageTooLarge; then nothing was sent."""
+    def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
+        """Sends without waiting. Raises BusDisconnected or MessageTooLarge; then nothing was sent. On a busy
+        connection it shares a write with what follows within a millisecond, unless it must go `at_once`."""
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription: ...
 

@@ -41,9 +41,9 @@ RECONNECT_MAX_S = 5.0
 REFUSALS_MAX = 3
 """So many refused logins in a row are meant: nats-py itself would try for ever."""
 WRITE_GAP_S = 0.001
-"""At most one write per connection in so long. A write wakes the server, and the server the receiver; on a busy
-connection these wake-ups cost more than the messages in them, and a millisecond of them share one. A connection that
-has been quiet for a millisecond writes at once, so a lone request waits for nothing."""
+"""At most one write per connection in so long for what is not sent `at_once`. A write wakes the server, and the server
+the receiver; on a busy connection these wake-ups cost more than the messages in them, and a millisecond of them share
+one. A connection that has been quiet for a millisecond writes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class NatsBus:
     def connected(self) -> bool:
         return bool(self._client.is_connected)
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+    def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
         client = self._client
         if not client.is_connected:
             raise BusDisconnected(f"not connected to NATS at {self._address}")
@@ -219,16 +219,21 @@ class NatsBus:
             raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
         head = f"PUB {subject} {reply} {len(payload)}\r\n" if reply else f"PUB {subject} {len(payload)}\r\n"
         client.append(head.encode(), payload)
-        if not self._write_scheduled:
+        if at_once:
+            self._write()
+        elif not self._write_scheduled:
             wait_s = self._written_at_s + WRITE_GAP_S - time.monotonic()
             if wait_s > 0:
                 self._write_scheduled = True
-                self._loop.call_later(wait_s, self._write)
+                self._loop.call_later(wait_s, self._write_later)
             else:
                 self._write()
 
-    def _write(self) -> None:
+    def _write_later(self) -> None:
         self._write_scheduled = False
+        self._write()
+
+    def _write(self) -> None:
         self._written_at_s = time.monotonic()
         self._client.write_pending()
 

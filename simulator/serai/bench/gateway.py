@@ -121,6 +121,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     add_report_arguments(parser)
     add_target_arguments(parser)
+    parser.add_argument(
+        "--measures",
+        type=_measures,
+        default=MEASURES,
+        metavar="NAME,…",
+        help=f"only these of: {', '.join(measure.figure for measure in MEASURES)}",
+    )
+
+
+def _measures(text: str) -> tuple[Measure, ...]:
+    known = {measure.figure: measure for measure in MEASURES}
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"no measure {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple([known[name] for name in names])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with stand(chosen_targets(arguments), keep_awake_cores=cores, free_timeout_s=free_timeout_s) as up:
             times = _times(len(up.targets), arguments)
-            samples = _measure_all(up, rounds, times)
+            samples = _measure_all(up, arguments.measures, rounds, times)
             memory = {target.name: rss_mb(target.pids) for target in up.targets}
             names = [target.name for target in up.targets]
             notes = [*up.notes, *_notes(samples)]
@@ -146,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         "targets": names,
         "engine": " ".join(ENGINE_FLAGS),
         "cpus_kept_awake": arguments.keep_awake,
-        "measures": [_describe(measure, times[measure.figure]) for measure in MEASURES],
+        "measures": [_describe(measure, times[measure.figure]) for measure in arguments.measures],
     }
     figures = figures_of(samples, memory)
     raw = [{**asdict(sample), "outcome": _without_samples(sample.outcome)} for sample in samples]
@@ -173,10 +188,10 @@ def _times(targets: int, arguments: argparse.Namespace) -> dict[str, Times]:
     return {measure.figure: measure.quick.stretched(factor) for measure in MEASURES}
 
 
-def _measure_all(up: Stand, rounds: int, times: Mapping[str, Times]) -> list[Sample]:
+def _measure_all(up: Stand, measures: Sequence[Measure], rounds: int, times: Mapping[str, Times]) -> list[Sample]:
     samples = []
     for number in range(rounds):
-        for measure in MEASURES:
+        for measure in measures:
             for target in up.targets:
                 sample = _measure(up, target, measure, number, times[measure.figure])
                 say(f"round {number + 1}/{rounds}  {target.name:12} {measure.figure:24} {sample.value:10.2f}")

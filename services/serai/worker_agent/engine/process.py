@@ -10,9 +10,13 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 import structlog
+
+from serai.runtime.http1 import Origin
+from serai.worker_agent.engine.base import Engine
 
 log = structlog.get_logger()
 
@@ -22,6 +26,25 @@ _PR_SET_PDEATHSIG = 1
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RunningEngine(Protocol):
+    """An engine that the agent has started, and ends."""
+
+    @property
+    def exited(self) -> asyncio.Future[int]:
+        """Done with the exit code when the engine has ended."""
+
+    @property
+    def last_lines(self) -> list[str]:
+        """The end of what the engine wrote, oldest first."""
+
+    async def stop(self, grace_s: float) -> int:
+        """Asks it to end, then makes it; the exit code."""
+
+
+EngineStarter = Callable[[Engine, Sequence[str]], Awaitable[tuple[RunningEngine, Origin]]]
+"""Starts an engine's command and says where it will listen. Raises EngineMisconfigured or OSError."""
 
 
 def free_port() -> int:
@@ -42,7 +65,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.exited = asyncio.ensure_future(self._follow())
+        self.exited: asyncio.Future[int] = asyncio.ensure_future(self._follow())
         """Done with the exit code when the process has ended and all its output is read."""
 
     @classmethod
@@ -101,6 +124,14 @@ class EngineProcess:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             pass
+
+
+async def start_on_loopback(engine: Engine, command: Sequence[str]) -> tuple[RunningEngine, Origin]:
+    """The real `EngineStarter`: a child process on a free port of this host."""
+    port = free_port()
+    addressed = engine.with_address(command, "127.0.0.1", port)
+    log.info("engine.starting", kind=engine.kind, command=addressed)
+    return await EngineProcess.start(addressed, engine.environment()), Origin("127.0.0.1", port)
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
