@@ -62,6 +62,8 @@ class BatchEngine:
         too."""
         self.step: RunningStep | None = None
         """The running step."""
+        self.slots_withheld = 0
+        """Slots that nobody gets: for a caller whose requests may hold one without running."""
         self._model = model
         self._noise = step_noise
         self._step_energy_j = energy_j
@@ -174,7 +176,7 @@ class BatchEngine:
         sequence.finished_at_s = now_s
 
     def release(self, sequence: Sequence) -> None:
-        """The KV of a finished `prefill_only` sequence is not needed any more. Idempotent."""
+        """The KV that a finished sequence has kept is not needed any more. Idempotent."""
         if sequence.place is Place.KEPT:
             self._free_blocks(sequence)
             sequence.place = Place.ENDED
@@ -269,7 +271,7 @@ class BatchEngine:
         if not self._decoding:
             self._grown_steps = self.decode_steps  # all of them were preempted
         if len(self._preempted) == preempted:
-            while self._waiting and budget and len(self._running) < self.settings.sequences_max:
+            while self._waiting and budget and self._has_slot:
                 admitted = self._admit_first(now_s, budget)
                 if admitted is None:
                     break
@@ -288,7 +290,7 @@ class BatchEngine:
                 return pieces
             pieces.append((sequence, tokens))
             budget -= tokens
-        while self._waiting and budget > 0 and len(self._running) < self.settings.sequences_max:
+        while self._waiting and budget > 0 and self._has_slot:
             sequence = next(iter(self._waiting))
             hits, _ = self._prefix_of(sequence)
             rest = sequence.goal - hits * self._block_tokens
@@ -311,6 +313,10 @@ class BatchEngine:
         rest = sequence.goal - sequence.computed
         longest = self.settings.chunk_tokens_max
         return rest if longest is None or rest < longest else longest
+
+    @property
+    def _has_slot(self) -> bool:
+        return len(self._running) + self.slots_withheld < self.settings.sequences_max
 
     @property
     def _is_gated(self) -> bool:
@@ -356,7 +362,7 @@ class BatchEngine:
         """Who comes with its KV computed needs no prefill: it decodes as soon as it has a slot and room.
 
         Room is also asked for the blocks that the coming decode step needs, lest it lose at once what was sent."""
-        while self._arrived and len(self._running) < self.settings.sequences_max:
+        while self._arrived and self._has_slot:
             sequence = next(iter(self._arrived))
             blocks = -(-sequence.prompt_tokens // self._block_tokens)
             growth = self._growing[self.decode_steps % self._block_tokens]
@@ -519,7 +525,7 @@ class BatchEngine:
         sequence.blocks = 0
 
     def _finish(self, sequence: Sequence, now_s: float, finished: list[Sequence]) -> None:
-        if sequence.prefill_only:
+        if sequence.keeps_blocks:
             del self._running[sequence]
             sequence.place = Place.KEPT
         else:

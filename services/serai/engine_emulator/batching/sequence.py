@@ -18,7 +18,7 @@ class Place(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     KEPT = "kept"
-    """Ended with its first token; its blocks wait for `release`."""
+    """Has said everything; its blocks wait for `release`."""
     ENDED = "ended"
 
 
@@ -41,6 +41,7 @@ class Sequence:
         "held_keys",
         "joined_at",
         "joined_kv",
+        "keeps_blocks",
         "output_tokens",
         "owner",
         "place",
@@ -73,6 +74,8 @@ class Sequence:
         """One key per full KV block of the prompt that may be shared, chained: equal key = equal prefix."""
         self.prefill_only = prefill_only
         """Disaggregated prefill: ends with its first token, but keeps its blocks until `release`."""
+        self.keeps_blocks = prefill_only
+        """Keeps its blocks when it has said everything, until `release` or `abort`."""
         self.prefilled = prefilled
         """Disaggregated decode: arrives with its KV computed; its first token was said elsewhere."""
         self.owner = owner
