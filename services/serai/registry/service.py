@@ -141,7 +141,7 @@ class Registry:
 
     async def _store_once(self) -> bool:
         """Writes what changed; False when some of it must be tried again."""
-        for session in tuple(self._unstored):
+        for session in sorted(self._unstored):
             record = self.replica.get(session)
             self._unstored.discard(session)
             if record is None:
