@@ -1,0 +1,491 @@
+"""The event loop: arrivals, ends of steps, timers and KV transfers, in order of virtual time.
+
+Time is an integer number of nanoseconds, and so is every step's duration, so that the last bit of a machine's floating
+point changes nothing. Events at the same time run in the order in which they were made; arrivals come last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from serai.engine_emulator.batching.engine import TooLong
+from serai.engine_emulator.batching.sequence import Place
+from serai.engine_emulator.batching.sequence import Sequence as EngineSequence
+from serai.engine_emulator.batching.steps import RunningStep, StepOutcome
+from serai.simulator.fast.dispatch import (
+    Arrived,
+    Dispatch,
+    Effect,
+    Ended,
+    Event,
+    Gate,
+    Prefilled,
+    Refuse,
+    Request,
+    Send,
+    SetTimer,
+    StepEnded,
+    TimerFired,
+    Transfer,
+)
+from serai.simulator.fast.instance import Instance, InstanceSpec, Role
+from serai.simulator.fast.links import Links, Network
+from serai.simulator.fast.run import NS, InstanceFigures, Run
+from serai.simulator.outcomes import Outcome, Outcomes
+from serai.simulator.workloads.workload import Arrival
+
+
+class BadDispatch(RuntimeError):
+    """A policy asked for what cannot be; the text names the effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What is between the policy and the engines, and how long a run goes on."""
+
+    network: Network | None = None
+    """For KV transfers; None where there are none."""
+    status_delay_s: float = 0.0
+    """How late `StepEnded` reaches the policy."""
+    send_delay_s: float = 0.0
+    """From a `Send` to the engine's queue."""
+    drain_s: float | None = None
+    """How long to go on after the last arrival; None: until everything has ended."""
+    keep_phases: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("status_delay_s", "send_delay_s", "drain_s"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be at least 0, not {value}")
+
+
+def simulate(
+    instances: Sequence[InstanceSpec],
+    arrivals: Iterable[Arrival],
+    dispatch: Dispatch,
+    settings: ClusterSettings | None = None,
+    *,
+    watch: Callable[[Instance, int], None] | None = None,
+) -> Run:
+    """Run `arrivals` through `instances` under `dispatch`. `watch` is called after every step, for tests.
+
+    Raises BadDispatch when the policy asks for what cannot be.
+    """
+    return _Cluster(instances, dispatch, settings or ClusterSettings(), watch).run(arrivals)
+
+
+class _Life:
+    """One request and what became of it so far."""
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "decode_began_ns",
+        "decoding",
+        "finished_ns",
+        "first_ns",
+        "gap_ns",
+        "instance",
+        "kept",
+        "preemptions",
+        "refused",
+        "request",
+        "spoke_ns",
+    )
+
+    def __init__(self, request: Request, arrival: Arrival) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.instance = -1
+        self.first_ns: int | None = None
+        self.decode_began_ns: int | None = None
+        self.finished_ns: int | None = None
+        self.preemptions = 0
+        self.cached_tokens = 0
+        self.refused = False
+        self.spoke_ns = 0
+        """When it said its last token, as of the last note."""
+        self.gap_ns = 0
+        self.decoding = False
+        self.kept: EngineSequence | None = None
+        """The sequence in the prefill instance that holds its KV."""
+
+    def gap(self, gap_ns: int, spoke_ns: int) -> None:
+        if gap_ns > self.gap_ns:
+            self.gap_ns = gap_ns
+        self.spoke_ns = spoke_ns
+
+    def outcome(self) -> Outcome:
+        arrival = self.arrival
+        return Outcome(
+            arrival_ns=arrival.at_ns,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+            instance=self.instance,
+            first_token_ns=self.first_ns,
+            decode_began_ns=self.decode_began_ns,
+            finished_ns=self.finished_ns,
+            preemptions=self.preemptions,
+            cached_tokens=self.cached_tokens,
+            refused=self.refused,
+            model=arrival.model,
+            client=arrival.client,
+            itl_max_ns=self.gap_ns if self.finished_ns is not None else None,
+        )
+
+
+class _Cluster:
+    def __init__(
+        self,
+        specs: Sequence[InstanceSpec],
+        dispatch: Dispatch,
+        settings: ClusterSettings,
+        watch: Callable[[Instance, int], None] | None,
+    ) -> None:
+        self._instances = [Instance(number, spec) for number, spec in enumerate(specs)]
+        self._dispatch = dispatch
+        self._settings = settings
+        self._watch = watch
+        self._links = None if settings.network is None else Links(settings.network)
+        self._status_delay_ns = round(settings.status_delay_s * NS)
+        self._send_delay_ns = round(settings.send_delay_s * NS)
+        self._lives: list[_Life] = []
+        self._events: list[tuple[int, int, Callable[[Any], None], Any]] = []
+        self._made = 0
+        self._now_ns = 0
+        self._steps = 0
+        self._touched: list[Instance] = []
+        """Who may be able to begin a step now."""
+
+    # The loop
+
+    def run(self, arrivals: Iterable[Arrival]) -> Run:
+        """Until nothing is left to happen, or the drain is over."""
+        events, pop = self._events, heapq.heappop
+        last_ns = 0
+        for arrival in arrivals:
+            at_ns = arrival.at_ns
+            if at_ns < last_ns:
+                raise ValueError(f"arrivals are not in order: {at_ns} ns after {last_ns} ns")
+            last_ns = at_ns
+            while events and events[0][0] <= at_ns:
+                self._now_ns, _, action, subject = pop(events)
+                action(subject)
+            self._now_ns = at_ns
+            self._arrive(arrival)
+        drain_s = self._settings.drain_s
+        until_ns = None if drain_s is None else last_ns + round(drain_s * NS)
+        while events and (until_ns is None or events[0][0] <= until_ns):
+            self._now_ns, _, action, subject = pop(events)
+            action(subject)
+        return self._result()
+
+    def _at(self, at_ns: int, action: Callable[[Any], None], subject: Any) -> None:
+        self._made += 1
+        heapq.heappush(self._events, (at_ns, self._made, action, subject))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        request = Request(
+            len(self._lives),
+            arrival.at_ns,
+            arrival.prompt_tokens,
+            arrival.block_keys,
+            arrival.model,
+            arrival.client,
+        )
+        self._lives.append(_Life(request, arrival))
+        self._tell(Arrived(request))
+        self._wake()
+
+    # The policy
+
+    def _tell(self, event: Event) -> None:
+        for effect in self._dispatch.handle(event, self._now_ns):
+            self._obey(effect)
+
+    def _obey(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case Transfer():
+                self._expect(effect)
+            case Refuse(number):
+                life = self._lives[number]
+                if life.instance >= 0 or life.refused:
+                    raise BadDispatch(f"{effect}: the request was sent or refused before")
+                life.refused = True
+            case Gate(number, prefill_open):
+                instance = self._instances[number]
+                instance.engine.prefill_open = prefill_open
+                self._touched.append(instance)
+            case SetTimer(at_ns, key):
+                if at_ns < self._now_ns:
+                    raise BadDispatch(f"{effect}: that was before now, {self._now_ns} ns")
+                self._at(at_ns, self._fire, key)
+            case _:
+                assert_never(effect)
+
+    def _fire(self, key: int) -> None:
+        self._tell(TimerFired(key))
+        self._wake()
+
+    def _report(self, status: StepEnded) -> None:
+        self._tell(status)
+        self._wake()
+
+    def _send(self, send: Send) -> None:
+        life = self._lives[send.number]
+        if life.instance >= 0 or life.refused:
+            raise BadDispatch(f"{send}: the request was sent or refused before")
+        if self._instances[send.instance].spec.role is Role.DECODE:
+            raise BadDispatch(f"{send}: that instance only decodes")
+        life.instance = send.instance
+        if self._send_delay_ns:
+            self._at(self._now_ns + self._send_delay_ns, self._submit_late, life)
+        else:
+            self._submit(life)
+
+    def _submit_late(self, life: _Life) -> None:
+        self._submit(life)
+        self._wake()
+
+    def _submit(self, life: _Life) -> None:
+        arrival, instance = life.arrival, self._instances[life.instance]
+        sequence = EngineSequence(
+            life.request.number,
+            arrival.prompt_tokens,
+            arrival.output_tokens,
+            block_keys=arrival.block_keys,
+            prefill_only=instance.spec.role is Role.PREFILL,
+            owner=life,
+        )
+        try:
+            instance.engine.submit(sequence, self._now_ns / NS)
+        except TooLong:
+            life.refused = True
+            self._tell(Ended(life.request, instance.number, False))
+            return
+        self._touched.append(instance)
+
+    # Steps
+
+    def _wake(self) -> None:
+        """Begin a step wherever something has changed and none runs."""
+        while self._touched:
+            instance = self._touched.pop()
+            if instance.engine.step is None:
+                self._begin(instance)
+
+    def _begin(self, instance: Instance) -> None:
+        running = instance.engine.begin_step(self._now_ns / NS)
+        if running is not None:
+            # At least one nanosecond, so that time goes on whatever a model says.
+            duration_ns = max(1, round((running.ends_at_s - running.began_at_s) * NS))
+            self._at(self._now_ns + duration_ns, self._end, instance)
+        if instance.spec.role is Role.DECODE:
+            self._admitted(instance)
+
+    def _end(self, instance: Instance) -> None:
+        engine, now_ns = instance.engine, self._now_ns
+        running = engine.step
+        assert running is not None
+        outcome = engine.end_step()
+        self._steps += 1
+        began_ns = round(running.began_at_s * NS)
+        if self._settings.keep_phases:
+            instance.phases.add(running.kind, began_ns, now_ns)
+        if outcome.preempted:
+            self._preempted(instance, outcome)
+        if running.prefilled:
+            self._prefilled(running, outcome)
+        if running.kind != "prefill":
+            instance.gaps.decoded(now_ns)
+        for sequence in outcome.finished:
+            self._finished(instance, sequence)
+        if self._watch is not None:
+            self._watch(instance, now_ns)
+        self._touched.append(instance)
+        if self._dispatch.watches_steps:
+            status = _status(instance, running, outcome, began_ns, now_ns)
+            if self._status_delay_ns:
+                self._at(now_ns + self._status_delay_ns, self._report, status)
+            else:
+                self._tell(status)
+        if instance.expected:
+            self._start_transfers(instance)
+        self._wake()
+
+    def _preempted(self, instance: Instance, outcome: StepOutcome) -> None:
+        for sequence in outcome.preempted:
+            life: _Life = sequence.owner
+            if life.decoding:
+                life.gap(*instance.gaps.longest(life.spoke_ns, sequence.joined_at))
+                life.decoding = False
+
+    def _prefilled(self, running: RunningStep, outcome: StepOutcome) -> None:
+        """First tokens, and tokens of those who were preempted and computed again."""
+        now_ns = self._now_ns
+        for sequence in outcome.said_first:
+            life: _Life = sequence.owner
+            life.first_ns = life.spoke_ns = now_ns
+            life.decoding = True
+        for sequence, _ in running.prefilled:
+            if sequence.preemptions and sequence.place in (Place.DECODING, Place.ENDED):
+                life = sequence.owner
+                if not life.decoding:
+                    life.gap(now_ns - life.spoke_ns, now_ns)
+                    life.decoding = True
+
+    def _finished(self, instance: Instance, sequence: EngineSequence) -> None:
+        life: _Life = sequence.owner
+        life.preemptions += sequence.preemptions
+        if sequence.decode_began_at_s is not None:
+            life.decode_began_ns = round(sequence.decode_began_at_s * NS)
+        if not sequence.prefilled:
+            life.cached_tokens = sequence.cached_tokens
+        if sequence.prefill_only and life.arrival.output_tokens > 1:
+            life.kept = sequence
+            self._tell(Prefilled(life.request, instance.number))
+            return
+        if sequence.prefill_only:
+            instance.engine.release(sequence)
+        elif life.spoke_ns != self._now_ns:
+            # Its last token came from a decode step, and not just now from computing a prompt again.
+            life.gap(*instance.gaps.longest(life.spoke_ns, sequence.joined_at))
+        life.finished_ns = self._now_ns
+        self._tell(Ended(life.request, instance.number, True))
+
+    # KV on its way
+
+    def _expect(self, transfer: Transfer) -> None:
+        life = self._lives[transfer.number]
+        if life.kept is None:
+            raise BadDispatch(f"{transfer}: no prefill instance holds its KV")
+        if self._links is None:
+            raise BadDispatch(f"{transfer}: the cluster has no network for KV (ClusterSettings.network)")
+        instance = self._instances[transfer.instance]
+        if instance.spec.role is not Role.DECODE:
+            raise BadDispatch(f"{transfer}: that instance does not decode for others")
+        source = life.instance
+        room = instance.room_for(life.arrival.prompt_tokens)
+        if room > instance.engine.kv_tokens_total or not _fits_alone(instance, life.arrival):
+            self._give_up(life, source, instance)
+            return
+        instance.expected.append((transfer.number, source))
+        self._start_transfers(instance)
+
+    def _give_up(self, life: _Life, source: int, instance: Instance) -> None:
+        """Its KV can never be held where it should go."""
+        assert life.kept is not None
+        prefill = self._instances[source]
+        prefill.engine.release(life.kept)
+        self._touched.append(prefill)
+        life.kept, life.refused = None, True
+        self._tell(Ended(life.request, instance.number, False))
+
+    def _start_transfers(self, instance: Instance) -> None:
+        """Let KV come while there is room, in the order in which it was asked for."""
+        assert self._links is not None
+        while instance.expected:
+            number, source = instance.expected[0]
+            life = self._lives[number]
+            room = instance.room_for(life.arrival.prompt_tokens)
+            if room > instance.engine.kv_tokens_free - instance.reserved_tokens:
+                return
+            instance.expected.popleft()
+            instance.reserved_tokens += room
+            prefill = self._instances[source]
+            message_bytes = life.arrival.prompt_tokens * prefill.spec.model.kv_bytes_per_token()
+            there_ns = self._links.send(prefill.spec.node, instance.spec.node, message_bytes, self._now_ns)
+            life.instance = instance.number
+            self._at(there_ns, self._transferred, (life, prefill))
+
+    def _transferred(self, subject: tuple[_Life, Instance]) -> None:
+        life, prefill = subject
+        assert life.kept is not None
+        prefill.engine.release(life.kept)
+        life.kept = None
+        instance = self._instances[life.instance]
+        sequence = EngineSequence(
+            life.request.number,
+            life.arrival.prompt_tokens,
+            life.arrival.output_tokens,
+            prefilled=True,
+            owner=life,
+        )
+        instance.engine.submit(sequence, self._now_ns / NS)
+        instance.arriving.append(sequence)
+        self._touched += [prefill, instance]
+        self._wake()
+
+    def _admitted(self, instance: Instance) -> None:
+        """Room that was promised is in use once the engine has taken its sequence in."""
+        still = []
+        for sequence in instance.arriving:
+            if sequence.place is Place.ARRIVED:
+                still.append(sequence)
+            else:
+                instance.reserved_tokens -= instance.room_for(sequence.prompt_tokens)
+        instance.arriving = still
+
+    # The result
+
+    def _result(self) -> Run:
+        lives = self._lives
+        return Run(
+            outcomes=Outcomes(life.outcome() for life in lives),
+            phases=[instance.phases for instance in self._instances],
+            instances=[_figures(instance, self._now_ns) for instance in self._instances],
+            lanes={} if self._links is None else self._links.lanes,
+            duration_ns=self._now_ns,
+            steps=self._steps,
+            unfinished=sum(1 for life in lives if life.finished_ns is None and not life.refused),
+        )
+
+
+def _fits_alone(instance: Instance, arrival: Arrival) -> bool:
+    return arrival.prompt_tokens + arrival.output_tokens - 1 <= instance.engine.kv_tokens_total
+
+
+def _status(instance: Instance, running: RunningStep, outcome: StepOutcome, began_ns: int, ended_ns: int) -> StepEnded:
+    engine = instance.engine
+    return StepEnded(
+        instance=instance.number,
+        began_ns=began_ns,
+        ended_ns=ended_ns,
+        kind=running.kind,
+        decoded=running.kind != "prefill",
+        first=tuple([sequence.owner.request.number for sequence in outcome.said_first]),
+        ended=tuple([sequence.owner.request.number for sequence in outcome.finished]),
+        preempted=tuple([sequence.owner.request.number for sequence in outcome.preempted]),
+        running=engine.running,
+        waiting=engine.waiting,
+        kv_tokens_free=engine.kv_tokens_free,
+        prefill_backlog_tokens=engine.prefill_backlog_tokens,
+        prefill_open=engine.prefill_open,
+    )
+
+
+def _figures(instance: Instance, duration_ns: int) -> InstanceFigures:
+    engine, spec = instance.engine, instance.spec
+    duration_s = duration_ns / NS
+    # A step that the end of the run has cut counts in full with the engine.
+    busy_s = min(engine.busy_s, duration_s)
+    idle_j = spec.idle_power_w * (duration_s - busy_s) if spec.energy_j is not None else 0.0
+    return InstanceFigures(
+        role=spec.role.value,
+        gpus=spec.gpus,
+        busy_share=busy_s / duration_s if duration_s else 0.0,
+        prefill_share=min(engine.prefill_busy_s, duration_s) / duration_s if duration_s else 0.0,
+        decode_steps=engine.decode_steps,
+        preemptions=engine.preemptions_total,
+        prefix_queries_tokens=engine.prefix_queries_tokens,
+        prefix_hits_tokens=engine.prefix_hits_tokens,
+        energy_j=engine.energy_j + idle_j,
+        kv_tokens_total=engine.kv_tokens_total,
+        kv_tokens_held=engine.kv_tokens_used,
+    )
