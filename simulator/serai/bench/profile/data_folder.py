@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
-DEFAULT = Path("../shared/data")
+from serai.simulator.data_folder import data_folder
 
 
 class DataMissing(Exception):
@@ -18,7 +17,7 @@ def add_data_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         type=Path,
-        default=Path(os.environ.get("SERAI_DATA_DIR") or DEFAULT),
+        default=data_folder(),
         metavar="DIR",
         help="folder of measurements, with `profiles/` in it (default: $SERAI_DATA_DIR or ../shared/data)",
     )
