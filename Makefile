@@ -9,7 +9,7 @@ STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
 
-.PHONY: help setup up smoke test check unit integration test-slurm peers bench lock clean
+.PHONY: help setup up smoke test check unit simulation integration test-slurm peers bench lock clean
 
 help:
 	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
@@ -18,6 +18,7 @@ help:
 	@echo "make setup       only install into .venv"
 	@echo "make check       types, lint, import directions"
 	@echo "make unit        unit tests only (seconds)"
+	@echo "make simulation tests of whole clusters in virtual time (seconds)"
 	@echo "make integration tests with real NATS, engines and processes"
 	@echo "make test-slurm  tests on a real Slurm on this machine (installs slurm-wlm with apt-get; needs root)"
 	@echo "make peers       install other gateways into .peers, for serai bench gateway"
@@ -40,7 +41,7 @@ up: setup
 smoke: setup
 	$(BIN)/python tests/smoke.py
 
-test: check unit integration smoke
+test: check unit simulation integration smoke
 
 check: setup
 	$(BIN)/ruff check .
@@ -50,6 +51,9 @@ check: setup
 
 unit: setup
 	$(BIN)/pytest tests/unit tests/golden
+
+simulation: setup
+	$(BIN)/pytest tests/simulation
 
 integration: setup
 	$(BIN)/pytest tests/integration -m "not slurm"
