@@ -148,9 +148,12 @@ class Outcomes:
 
     def digest(self) -> str:
         """A hash of every field of every outcome: equal digests, equal runs."""
+        columns: list[Iterable[int | str]] = [
+            self.names(name) if name in ("model", "client") else column for name, column in self.columns.items()
+        ]
         found = hashlib.sha256()
-        for outcome in self:
-            found.update(repr(tuple(getattr(outcome, name) for name in _COLUMNS)).encode())
+        for row in zip(*columns, strict=True):
+            found.update(repr(row).encode())
         return found.hexdigest()
 
     def _number(self, name: str) -> int:
