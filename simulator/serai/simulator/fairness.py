@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from serai.simulator.outcomes import NS, LatencyDefinition, Outcome, Outcomes, SloTarget, in_columns, met
 from serai.simulator.summary import Spread, spread, ttfts_s
@@ -66,10 +67,8 @@ def by_arrival(
     begin = min(times)
     width = max(1, -(-(max(times) - begin + 1) // slices))
     places = [(arrival - begin) // width for arrival in times]
-    names = [
-        f"{(begin + place * width) / NS:.0f}–{(begin + (place + 1) * width) / NS:.0f} s" for place in range(slices)
-    ]
-    return _fairness("arrival", table, slo, definition, places, lambda place: names[place])
+    ends = [f"{(begin + place * width) / NS:.0f}" for place in range(slices + 1)]
+    return _fairness("arrival", table, slo, definition, places, lambda place: f"{ends[place]}–{ends[place + 1]} s")
 
 
 def by_prompt(
@@ -110,7 +109,7 @@ def _by_length(
     places = [bisect_right(edges, tokens) for tokens in table.columns[column]]
     names = [
         f"< {edges[0]}",
-        *(f"{low}–{high - 1}" for low, high in zip(edges, edges[1:], strict=False)),
+        *(f"{low}–{high - 1}" for low, high in pairwise(edges)),
         f"≥ {edges[-1]}",
     ]
     return _fairness(column, table, slo, definition, places, lambda place: names[place])
