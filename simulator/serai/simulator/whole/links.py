@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from random import Random
 from typing import Generic, TypeVar
@@ -56,8 +57,17 @@ class Stress:
 class Lane(Generic[T]):
     """One direction of one connection. What is sent arrives in order, or, once the lane is emptied, never."""
 
-    def __init__(self, loop: VirtualLoop, delay: Delay, chance: Random, arrive: Callable[[T], None]) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        delay: Delay,
+        chance: Random,
+        arrive: Callable[[T], None],
+        context: Context | None = None,
+    ) -> None:
         self._loop = loop
+        self._context = context or copy_context()
+        """Of the receiver: else its code would run as if on the sender's host."""
         self._delay = delay
         self._chance = chance
         self._arrive = arrive
@@ -74,7 +84,7 @@ class Lane(Generic[T]):
             self._send_under_stress(item, at_s, self.stress)
             return
         self._last_arrival_s = at_s = max(self._last_arrival_s, at_s)
-        self._loop.call_at(at_s, self._on_arrival, self._epoch, item)
+        self._loop.call_at(at_s, self._on_arrival, self._epoch, item, context=self._context)
 
     def freeze(self) -> None:
         """Nothing arrives until `thaw`: a partition that TCP bears, or a process that does not read."""
@@ -85,7 +95,7 @@ class Lane(Generic[T]):
         self._frozen = False
         kept, self._kept = self._kept, []
         for item in kept:
-            self._loop.call_soon(self._on_arrival, self._epoch, item)
+            self._loop.call_soon(self._on_arrival, self._epoch, item, context=self._context)
         self._last_arrival_s = max(self._last_arrival_s, self._loop.time())
 
     def clear(self) -> int:
@@ -118,4 +128,4 @@ class Lane(Generic[T]):
         else:
             self._last_arrival_s = at_s = max(self._last_arrival_s, at_s)
         for _ in range(copies):
-            self._loop.call_at(at_s, self._on_arrival, self._epoch, item)
+            self._loop.call_at(at_s, self._on_arrival, self._epoch, item, context=self._context)

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, cast
 
 from serai.simulator.whole.virtual_loop import VirtualLoop
@@ -63,8 +63,12 @@ class SimulatedSocket:
 class MemoryTransport(asyncio.Transport):
     """One end of a connection. Everything that goes to the other end travels in one lane, in order."""
 
-    def __init__(self, network: MemoryNetwork, local: tuple[str, int], remote: tuple[str, int]) -> None:
+    def __init__(
+        self, network: MemoryNetwork, local: tuple[str, int], remote: tuple[str, int], context: Context
+    ) -> None:
         super().__init__()
+        self._context = context
+        """In which the protocol is called: that of the process this end belongs to."""
         self._network = network
         self._loop = network.loop
         self._local = local
@@ -190,7 +194,7 @@ class MemoryTransport(asyncio.Transport):
             return
         delay_s = self._network.latency(self._local[0], self._remote[0])
         self._last_arrival_s = max(self._last_arrival_s, self._loop.time() + delay_s)
-        self._loop.call_at(self._last_arrival_s, peer._arrive, item)
+        self._loop.call_at(self._last_arrival_s, peer._arrive, item, context=peer._context)
 
     def _confirmed(self, size: int) -> None:
         """The other end has read `size` bytes: the window moves."""
@@ -218,7 +222,7 @@ class MemoryTransport(asyncio.Transport):
     def _schedule_reading(self) -> None:
         if self._unread and self._reading and not self._reading_scheduled:
             self._reading_scheduled = True
-            self._loop.call_soon(self._read)
+            self._loop.call_soon(self._read, context=self._context)
 
     def _read(self) -> None:
         """One read as from a socket: all that is there, up to a limit; or the end."""
@@ -228,7 +232,7 @@ class MemoryTransport(asyncio.Transport):
         data = self._take()
         if data:
             if self._peer is not None:
-                self._loop.call_soon(self._peer._confirmed, len(data))
+                self._loop.call_soon(self._peer._confirmed, len(data), context=self._peer._context)
             self._protocol.data_received(data)
         else:
             self._unread.clear()
@@ -261,7 +265,7 @@ class MemoryTransport(asyncio.Transport):
         self._lost = True
         self._unread.clear()
         self._network._forget(self)
-        self._loop.call_soon(self._protocol.connection_lost, error)
+        self._loop.call_soon(self._protocol.connection_lost, error, context=self._context)
 
 
 class MemoryServer:
@@ -270,6 +274,7 @@ class MemoryServer:
     def __init__(self, network: MemoryNetwork, factory: Factory, address: tuple[str, int]) -> None:
         self._network = network
         self.factory = factory
+        self.context = copy_context()
         self.address = address
         self.sockets: tuple[SimulatedSocket, ...] = (SimulatedSocket(address),)
 
@@ -328,7 +333,8 @@ class MemoryNetwork:
         await asyncio.sleep(self.latency(there[0], here[0]))
         if server is None or not server.is_serving():
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"Connect call failed {there}")
-        ours, theirs = MemoryTransport(self, here, there), MemoryTransport(self, there, here)
+        ours = MemoryTransport(self, here, there, copy_context())
+        theirs = MemoryTransport(self, there, here, server.context)
         ours._peer, theirs._peer = theirs, ours
         protocol = factory()
         for end, made in ((ours, protocol), (theirs, server.factory())):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -102,8 +103,8 @@ class _Session:
     def __init__(self, bus: SimulatedBus, delay: Delay) -> None:
         server, loop = bus.server, bus.server.loop
         self.bus = bus
-        self.up: Lane[tuple[Any, ...]] = Lane(loop, delay, bus.chance, self._at_server)
-        self.down: Lane[tuple[Any, ...]] = Lane(loop, delay, bus.chance, self._at_client)
+        self.up: Lane[tuple[Any, ...]] = Lane(loop, delay, bus.chance, self._at_server, bus.context)
+        self.down: Lane[tuple[Any, ...]] = Lane(loop, delay, bus.chance, self._at_client, bus.context)
         self.up.stress = self.down.stress = server.stress
         self.registered: dict[_Interest, _Registration] = {}
         self.server = server
@@ -369,6 +370,8 @@ class SimulatedBus:
         self.delay = delay or server.delay
         self.chance = Random(f"{server.seed}/{server.name}/{self.name}")
         self.inbox_prefix = f"_INBOX_{role}.{self.chance.getrandbits(96):024x}"
+        self.context = copy_context()
+        """In which this connection's handlers and callbacks run: that of the process it belongs to."""
         self._callbacks = _Callbacks()
         self._interests: dict[_Interest, None] = {}
         self._session: _Session | None = None
@@ -580,7 +583,7 @@ class SimulatedBus:
         log.warning("bus.disconnected", server=self.server.name, why=why)
         self._fail_calls()
         for callback in self._callbacks.lost:
-            callback()
+            self.server.loop.call_soon(callback, context=self.context)
         self._reconnect_later(RECONNECT_FIRST_S)
 
     def _reconnect_later(self, previous_s: float) -> None:
@@ -606,7 +609,7 @@ class SimulatedBus:
         if self._session is session:
             log.info("bus.reconnected", server=self.server.name)
             for callback in self._callbacks.back:
-                callback()
+                self.server.loop.call_soon(callback, context=self.context)
 
 
 class _Subscription:
