@@ -11,8 +11,10 @@ from typing import cast
 import pytest
 
 from serai.engine_emulator.completion import Completion
-from serai.engine_emulator.engine import Engine, Generation
+from serai.engine_emulator.engine import Engine
 from serai.engine_emulator.faults import Fault, FaultKind
+from serai.engine_emulator.fixed_schedule import FixedSchedule
+from serai.engine_emulator.generation import Generation
 from serai.engine_emulator.text import answer_to
 from serai.engine_emulator.timing import FixedTiming
 
@@ -78,14 +80,8 @@ def loop() -> Loop:
 
 
 def engine_in(loop: Loop, *, ttft_s: float = 0.05, tpot_s: float = 0.02, slots: int = 2) -> Engine:
-    timing = FixedTiming(ttft_s, tpot_s)
-    return Engine(
-        timing,
-        step_s=0.001,
-        max_concurrency=slots,
-        loop=cast(AbstractEventLoop, loop),
-        clock=lambda: loop.now,
-    )
+    schedule = FixedSchedule(FixedTiming(ttft_s, tpot_s), step_s=0.001, slots=slots)
+    return Engine(schedule, loop=cast(AbstractEventLoop, loop), clock=lambda: loop.now)
 
 
 def generation(reply: Reply, *, tokens: int = 3, stream: bool = True, fault: Fault | None = None) -> Generation:

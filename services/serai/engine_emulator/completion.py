@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from serai.engine_emulator.settings import EmulatorSettings
-from serai.engine_emulator.text import Answer, answer_to, chat_prompt
+from serai.engine_emulator.text import Answer, answer_to, block_keys, chat_prompt
 
 
 class RequestRefused(Exception):
@@ -26,10 +26,28 @@ class RequestRefused(Exception):
 class Completion:
     """What is to be said: `tokens` tokens of `answer`, as a stream or in one piece."""
 
-    __slots__ = ("answer", "chat", "finish_reason", "include_usage", "stream", "tokens")
+    __slots__ = (
+        "answer",
+        "block_keys",
+        "chat",
+        "continuous_usage",
+        "finish_reason",
+        "include_usage",
+        "stream",
+        "tokens",
+    )
 
     def __init__(
-        self, *, chat: bool, stream: bool, include_usage: bool, answer: Answer, tokens: int, finish_reason: str
+        self,
+        *,
+        chat: bool,
+        stream: bool,
+        include_usage: bool,
+        answer: Answer,
+        tokens: int,
+        finish_reason: str,
+        continuous_usage: bool = False,
+        block_keys: tuple[int, ...] = (),
     ) -> None:
         self.chat = chat
         self.stream = stream
@@ -37,6 +55,10 @@ class Completion:
         self.answer = answer
         self.tokens = tokens
         self.finish_reason = finish_reason
+        self.continuous_usage = continuous_usage
+        """Every chunk of the stream says how many tokens there are."""
+        self.block_keys = block_keys
+        """The prompt's full KV blocks, for the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +75,24 @@ class CompletionReader:
         answer = answer_to(prompt, self.settings.seed)
         tokens, finish_reason = self._length(fields, answer)
         options = fields.get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        include_usage = bool(options.get("include_usage"))
         return Completion(
             chat=chat,
             stream=bool(fields.get("stream")),
-            include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            include_usage=include_usage,
+            continuous_usage=include_usage and bool(options.get("continuous_usage_stats")),
+            block_keys=self._block_keys(prompt, answer),
             answer=answer,
             tokens=tokens,
             finish_reason=finish_reason,
         )
+
+    def _block_keys(self, prompt: str, answer: Answer) -> tuple[int, ...]:
+        modelled = self.settings.modelled
+        if modelled is None or not modelled.batch.prefix_cache or answer.prompt_tokens > modelled.batch.kv_tokens:
+            return ()
+        return block_keys(prompt[: answer.prompt_characters], modelled.batch.block_tokens)
 
     def _check_model(self, fields: Mapping[str, Any]) -> None:
         model = fields.get("model")
@@ -69,6 +101,9 @@ class CompletionReader:
             raise RequestRefused(404, message, code="model_not_found", param="model")
         if fields.get("n", 1) not in (1, None):
             raise RequestRefused(400, "n must be 1: the emulated engine makes one choice.", param="n")
+        # Taken and not used: the emulated engine serves in order of arrival.
+        if not isinstance(fields.get("priority"), int | None):
+            raise RequestRefused(400, "priority must be an integer.", param="priority")
 
     def _length(self, fields: Mapping[str, Any], answer: Answer) -> tuple[int, str]:
         asked = fields.get("max_completion_tokens")

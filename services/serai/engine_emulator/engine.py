@@ -1,7 +1,7 @@
-"""The engine behind the HTTP: slots, a queue, and one ticker that lets all streams that are due say their token.
+"""The engine behind the HTTP: takes generations in, and has one timer for all that is due.
 
-There is no task and no timer per stream: whatever is due stands in one calendar, and one timer waits for its next
-step.
+There is no task and no timer per stream: the schedule knows who has tokens when, and the timer waits for its next
+moment.
 """
 
 from __future__ import annotations
@@ -9,57 +9,13 @@ from __future__ import annotations
 import time
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Protocol
 
-from serai.engine_emulator.completion import Completion
-from serai.engine_emulator.faults import Fault, FaultKind
-from serai.engine_emulator.timing import FixedTiming, StepCalendar
-
-_TOKENS_PER_STEP_MAX = 64
-"""With a token time of 0 a stream could say all at once; this many, then the others have their turn."""
-
-
-class Reply(Protocol):
-    """Where a generation's tokens go."""
-
-    def say(self, first: int, tokens: int) -> None:
-        """Tokens `first` … `first + tokens - 1` are there."""
-
-    def reach_fault(self) -> bool:
-        """The tokens that come before the fault are said: do it. True when the generation goes on all the same."""
-
-    def finish(self) -> None:
-        """All tokens are said."""
-
-    def is_writable(self) -> bool:
-        """False while the client does not read: then nothing is said."""
-
-
-class Generation:
-    """One request inside the engine."""
-
-    __slots__ = ("completion", "due_at", "fault", "produced", "reply", "timing")
-
-    def __init__(self, completion: Completion, reply: Reply, fault: Fault | None) -> None:
-        self.completion = completion
-        self.reply = reply
-        self.fault = fault if fault is not None and fault.kind is not FaultKind.SLOW else None
-        self.produced = 0
-        self.due_at = 0.0
-        self.timing: FixedTiming | None = None
-
-    @property
-    def target(self) -> int:
-        """How many tokens come before the next thing that is no token: the fault, or the end."""
-        total = self.completion.tokens
-        return total if self.fault is None else min(self.fault.tokens, total)
-
-    @property
-    def kv_tokens(self) -> int:
-        """How much of the KV cache it holds."""
-        return self.completion.answer.prompt_tokens + self.produced
+from serai.engine_emulator.batching.engine import BatchEngine
+from serai.engine_emulator.generation import Generation
+from serai.engine_emulator.measures import Measures
+from serai.engine_emulator.schedule import Schedule
 
 
 @dataclass(slots=True)
@@ -72,95 +28,113 @@ class Totals:
     failed: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    by_finish_reason: dict[str, int] = field(default_factory=dict)
 
 
 class Engine:
-    """Runs at most `max_concurrency` generations at a time, in order of arrival."""
+    """Says the tokens that `schedule` says are there."""
 
     def __init__(
         self,
-        timing: FixedTiming,
+        schedule: Schedule,
         *,
-        step_s: float,
-        max_concurrency: int,
         loop: AbstractEventLoop,
-        clock: Callable[[], float] = time.monotonic,
+        measures: Measures | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.totals = Totals()
-        self._timing = timing
-        self._max_concurrency = max_concurrency
+        self.measures = measures or Measures()
+        self._schedule = schedule
         self._loop = loop
-        self._clock = clock
-        self._calendar: StepCalendar[Generation] = StepCalendar(step_s)
-        self._running: set[Generation] = set()
-        self._waiting: dict[Generation, None] = {}
+        self._clock = clock or time.monotonic
+        self._inside: set[Generation] = set()
+        self._speaking = False
         self._timer: TimerHandle | None = None
         self._timer_at = 0.0
 
     @property
     def running(self) -> int:
         """Generations that hold a slot."""
-        return len(self._running)
+        return self._schedule.running
 
     @property
     def waiting(self) -> int:
         """Generations that wait for a slot."""
-        return len(self._waiting)
+        return self._schedule.waiting
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that the running generations hold in the KV cache."""
-        return sum([generation.kv_tokens for generation in self._running])
+        return self._schedule.kv_tokens
+
+    @property
+    def throughput_tokens_s(self) -> float:
+        """Tokens said a second, lately; 0 when the schedule does not count them."""
+        return self._schedule.throughput_tokens_s
+
+    @property
+    def batch(self) -> BatchEngine | None:
+        """The batch scheduler, when there is one."""
+        return self._schedule.batch
 
     def submit(self, generation: Generation, slow_factor: float = 1.0) -> None:
-        """Take `generation` in; it says its tokens when they are due, at once if that is now."""
-        generation.timing = self._timing if slow_factor == 1.0 else self._timing.slowed(slow_factor)
+        """Take `generation` in; it says its tokens when they are due, at once if that is now. Raises TooLong."""
+        now = self._clock()
+        generation.slow_factor = slow_factor
+        generation.submitted_at = now
+        self._schedule.submit(generation, now)
+        self._inside.add(generation)
         self.totals.requests += 1
         self.totals.prompt_tokens += generation.completion.answer.prompt_tokens
-        if len(self._running) < self._max_concurrency:
-            self._admit(generation, at_once=True)
-        else:
-            self._waiting[generation] = None
+        self._go_on(now)
 
     def abort(self, generation: Generation) -> None:
         """The client is gone: the slot is free at once. Does nothing when the generation has ended."""
-        if generation in self._running or generation in self._waiting:
+        if generation in self._inside:
             self.totals.aborted += 1
-            self._waiting.pop(generation, None)
-            self._release(generation)
+            self._leave(generation, self._clock())
 
     def resume(self, generation: Generation) -> None:
         """The client reads again: go on from now."""
-        if generation in self._running:
-            self._schedule(generation, self._clock())
+        if generation in self._inside:
+            now = self._clock()
+            generation.rests = False
+            self._schedule.resume(generation, now)
+            self._go_on(now)
 
     def fail(self, generation: Generation) -> None:
         """A fault ended the generation: the slot is free."""
-        if generation in self._running:
+        if generation in self._inside:
             self.totals.failed += 1
-            self._release(generation)
+            self._leave(generation, self._clock())
 
-    def _admit(self, generation: Generation, *, at_once: bool) -> None:
-        """Give `generation` a slot. With `at_once`, what is due now is said before this returns."""
-        assert generation.timing is not None
-        self._running.add(generation)
+    def wake(self) -> None:
+        """Something that the schedule goes by has changed from outside."""
         now = self._clock()
-        first_out = 1 if generation.completion.stream else generation.target
-        due_at = generation.timing.due_at(first_out, now)
-        if at_once and due_at <= now:
-            generation.due_at = due_at
-            self._step(generation, now)
-        else:
-            self._schedule(generation, due_at)
+        self._schedule.wake(now)
+        self._go_on(now)
 
-    def _schedule(self, generation: Generation, due_at: float) -> None:
-        generation.due_at = due_at
-        self._calendar.add(generation, due_at)
+    def _go_on(self, now: float) -> None:
+        """Say what is due, then have the timer wait for what is due next.
+
+        Saying may end a generation and bring the next request in: that is left to the loop that is already running,
+        since a queue of requests that take no time would call itself through here.
+        """
+        if self._speaking:
+            return
+        next_at = self._schedule.next_at()
+        if next_at is not None and next_at <= now:
+            self._speaking = True
+            try:
+                for generation, tokens in self._schedule.due(now):
+                    if generation in self._inside:
+                        self._say(generation, tokens, now)
+            finally:
+                self._speaking = False
         self._arm()
 
     def _arm(self) -> None:
-        """Have the one timer wait for the calendar's next step."""
-        next_at = self._calendar.next_at()
+        next_at = self._schedule.next_at()
         if next_at is None or (self._timer is not None and self._timer_at <= next_at):
             return
         if self._timer is not None:
@@ -172,54 +146,64 @@ class Engine:
 
     def _tick(self) -> None:
         self._timer = None
-        now = self._clock()
-        for generation in self._calendar.pop_due(now):
-            if generation in self._running:
-                self._step(generation, now)
-        self._arm()
+        self._go_on(self._clock())
 
-    def _step(self, generation: Generation, now: float) -> None:
-        """Say the tokens that are due; then the fault, the end, or the next token."""
+    def _say(self, generation: Generation, tokens: int, now: float) -> None:
+        """`tokens` tokens are there in all: say the new ones, then do the fault or the end if they are reached."""
         if not generation.reply.is_writable():
-            return  # `resume` brings it back
-        assert generation.timing is not None
-        left = generation.target - generation.produced
-        tokens = left if not generation.completion.stream else min(left, self._burst(generation.timing))
-        if tokens > 0:
-            generation.reply.say(generation.produced, tokens)
-            generation.produced += tokens
-            self.totals.generation_tokens += tokens
-        if generation.produced >= generation.target and not self._goes_on(generation):
+            generation.rests = True  # `resume` brings it back
             return
-        self._schedule(generation, self._next_due_at(generation, now))
+        target, said = generation.target, generation.produced
+        upto = min(target, tokens)
+        if upto > said and (upto == target or generation.completion.stream):
+            generation.reply.say(said, upto - said)
+            generation.produced = upto
+            self.totals.generation_tokens += upto - said
+            if said:
+                self.measures.between_tokens_s.observe((now - generation.last_at) / (upto - said), upto - said)
+            else:
+                self._measure_first(generation, upto, now)
+            generation.last_at = now
+        if generation.produced >= target and tokens >= target:
+            self._reach_target(generation, tokens, now)
 
-    def _burst(self, timing: FixedTiming) -> int:
-        return 1 if timing.tpot_s > 0 else _TOKENS_PER_STEP_MAX
-
-    def _next_due_at(self, generation: Generation, now: float) -> float:
-        assert generation.timing is not None
-        if generation.completion.stream:
-            return generation.timing.next_due_at(generation.due_at, now)
-        return now + generation.timing.tpot_s * (generation.target - generation.produced)
-
-    def _goes_on(self, generation: Generation) -> bool:
-        """The target is reached: fault or end. True when there is more to say."""
+    def _reach_target(self, generation: Generation, tokens: int, now: float) -> None:
         if generation.fault is not None:
             if not generation.reply.reach_fault():
-                return False
+                generation.rests = True
+                return
             generation.fault = None
             if generation.produced < generation.target:
-                return True
-        self.totals.finished += 1
-        # First the slot, then the answer: who has the answer may count on the slot.
-        self._release(generation)
-        generation.reply.finish()
-        return False
+                self._say(generation, tokens, now)
+                return
+        self._finish(generation, now)
 
-    def _release(self, generation: Generation) -> None:
-        self._running.discard(generation)
-        while self._waiting and len(self._running) < self._max_concurrency:
-            first = next(iter(self._waiting))
-            del self._waiting[first]
-            # By the ticker, since a queue of requests that take no time would call itself through here.
-            self._admit(first, at_once=False)
+    def _finish(self, generation: Generation, now: float) -> None:
+        totals, reason = self.totals, generation.completion.finish_reason
+        totals.finished += 1
+        totals.by_finish_reason[reason] = totals.by_finish_reason.get(reason, 0) + 1
+        decode_s = now - generation.first_token_at
+        self.measures.request_s.observe(now - generation.submitted_at)
+        self.measures.decode_s.observe(decode_s)
+        if generation.produced > 1:
+            self.measures.per_token_s.observe(decode_s / (generation.produced - 1))
+        # First the slot, then the answer: who has the answer may count on the slot.
+        self._leave(generation, now)
+        generation.reply.finish()
+
+    def _measure_first(self, generation: Generation, tokens: int, now: float) -> None:
+        """The first token, and with an answer in one piece all the others."""
+        measures = self.measures
+        measures.first_token_s.observe(generation.first_token_at - generation.submitted_at)
+        # A step may have begun, by the schedule, a moment before a request came that still found a place in it.
+        measures.queue_s.observe(max(0.0, generation.admitted_at - generation.submitted_at))
+        measures.prefill_s.observe(generation.first_token_at - generation.admitted_at)
+        if tokens > 1:
+            gap = max(0.0, now - generation.first_token_at) / (tokens - 1)
+            measures.between_tokens_s.observe(gap, tokens - 1)
+
+    def _leave(self, generation: Generation, now: float) -> None:
+        self._inside.discard(generation)
+        self._schedule.remove(generation, now)
+        if not self._speaking:
+            self._arm()

@@ -8,51 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import cast
-from urllib.parse import unquote
 
 import httptools
-import orjson
 
-from serai.engine_emulator import responses
-from serai.engine_emulator.completion import CompletionReader, RequestRefused
-from serai.engine_emulator.engine import Engine, Generation
-from serai.engine_emulator.faults import Fault, FaultKind, FaultPlan, fault_from_fields
+from serai.engine_emulator import responses, routes
+from serai.engine_emulator.batching.engine import TooLong
+from serai.engine_emulator.completion import RequestRefused
+from serai.engine_emulator.faults import Fault, FaultKind
+from serai.engine_emulator.generation import Generation
 from serai.engine_emulator.replies import CompletionReply
-from serai.engine_emulator.settings import EmulatorSettings
+from serai.engine_emulator.state import EmulatorState, HttpRequest
 
 _LINGER_S = 5.0
 _PIPELINED_MAX = 64
 _HEADER_BYTES_MAX = 65536
 _REMEMBERED_BODY_BYTES_MAX = 1_048_576
 _COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}
-
-
-class HttpRequest:
-    """One request as it came."""
-
-    __slots__ = ("body", "headers", "keep_alive", "method", "path")
-
-    def __init__(self, method: str, path: str, headers: dict[str, str], body: bytes, keep_alive: bool) -> None:
-        self.method = method
-        self.path = path
-        self.headers = headers
-        self.body = body
-        self.keep_alive = keep_alive
-
-
-class EmulatorState:
-    """What all connections of one emulated engine share."""
-
-    def __init__(self, settings: EmulatorSettings, engine: Engine) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.reader = CompletionReader(settings)
-        self.faults = FaultPlan(fault for fault in settings.faults if fault.kind is not FaultKind.REFUSE_START)
-        self.last_request: HttpRequest | None = None
-        self.connections: set[HttpConnection] = set()
 
 
 class HttpConnection(asyncio.Protocol):
@@ -195,7 +167,11 @@ class HttpConnection(asyncio.Protocol):
         )
         self._generation = Generation(completion, self._reply, fault)
         slow_factor = fault.factor if fault is not None and fault.kind is FaultKind.SLOW else 1.0
-        state.engine.submit(self._generation, slow_factor)
+        try:
+            state.engine.submit(self._generation, slow_factor)
+        except TooLong as error:
+            self._generation = self._reply = None
+            raise RequestRefused(400, f"{error}.", code="context_length_exceeded", param="messages") from error
 
     def _on_done(self, whole: bool) -> None:
         generation, self._generation, self._reply = self._generation, None, None
@@ -247,109 +223,9 @@ class HttpConnection(asyncio.Protocol):
     # everything that is not a completion
 
     def _answer_other(self, request: HttpRequest) -> tuple[bytes] | tuple[bytes, str]:
-        methods = _ROUTES.get(request.path)
-        if methods is None and request.path.startswith("/v1/models/"):
-            return (_one_model(self._state, request),)
-        if methods is None and request.path not in _COMPLETIONS:
-            raise RequestRefused(404, f"There is nothing at {request.path}.")
-        handler = (methods or {}).get(request.method)
-        if handler is None:
+        if request.path in _COMPLETIONS:
             raise RequestRefused(405, f"{request.method} is not allowed at {request.path}.")
-        answer = handler(self._state, request)
+        answer = routes.answer(self._state, request)
         if isinstance(answer, str):
             return answer.encode(), "text/plain; version=0.0.4; charset=utf-8"
         return (answer,)
-
-
-Handler = Callable[[EmulatorState, HttpRequest], bytes | str]
-
-
-def _health(state: EmulatorState, request: HttpRequest) -> bytes:
-    return b""
-
-
-def _model_card(state: EmulatorState) -> dict[str, object]:
-    settings = state.settings
-    return {
-        "id": settings.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "serai",
-        "root": settings.model,
-        "max_model_len": settings.context_tokens,
-    }
-
-
-def _models(state: EmulatorState, request: HttpRequest) -> bytes:
-    return orjson.dumps({"object": "list", "data": [_model_card(state)]})
-
-
-def _one_model(state: EmulatorState, request: HttpRequest) -> bytes:
-    name = unquote(request.path.removeprefix("/v1/models/"))
-    if name != state.settings.model:
-        raise RequestRefused(404, f"The model `{name}` does not exist.", code="model_not_found", param="model")
-    return orjson.dumps(_model_card(state))
-
-
-def _metrics(state: EmulatorState, request: HttpRequest) -> str:
-    engine, settings, totals = state.engine, state.settings, state.engine.totals
-    gauges = {
-        "vllm:num_requests_running": engine.running,
-        "vllm:num_requests_waiting": engine.waiting,
-        "vllm:kv_cache_usage_perc": min(1.0, engine.kv_tokens / settings.kv_tokens),
-    }
-    counters = {
-        "vllm:prompt_tokens_total": totals.prompt_tokens,
-        "vllm:generation_tokens_total": totals.generation_tokens,
-        "vllm:request_success_total": totals.finished,
-    }
-    label = f"{{model_name={orjson.dumps(settings.model).decode()}}}"
-    lines = [f"# TYPE {name} gauge\n{name}{label} {value}\n" for name, value in gauges.items()]
-    lines += [f"# TYPE {name} counter\n{name}{label} {value}\n" for name, value in counters.items()]
-    return "".join(lines)
-
-
-def _state(state: EmulatorState, request: HttpRequest) -> bytes:
-    engine = state.engine
-    totals = {f"{name}_total": value for name, value in asdict(engine.totals).items()}
-    return orjson.dumps({"running": engine.running, "waiting": engine.waiting, **totals})
-
-
-def _faults(state: EmulatorState, request: HttpRequest) -> bytes:
-    return orjson.dumps({"faults": state.faults.remaining()})
-
-
-def _set_faults(state: EmulatorState, request: HttpRequest) -> bytes:
-    try:
-        asked = orjson.loads(request.body)
-        faults = [fault_from_fields(fields) for fields in (asked if isinstance(asked, list) else [asked])]
-    except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise RequestRefused(400, f"Expected a fault object or a list of them: {error}.") from error
-    if any(fault.kind is FaultKind.REFUSE_START for fault in faults):
-        raise RequestRefused(400, f"{FaultKind.REFUSE_START} is only possible as a flag.")
-    for fault in faults:
-        state.faults.add(fault)
-    return _faults(state, request)
-
-
-def _clear_faults(state: EmulatorState, request: HttpRequest) -> bytes:
-    state.faults.clear()
-    return _faults(state, request)
-
-
-def _last_request(state: EmulatorState, request: HttpRequest) -> bytes:
-    last = state.last_request
-    if last is None:
-        raise RequestRefused(404, "No completion was asked for yet, or its body was too large to keep.")
-    body = last.body.decode("utf-8", "replace")
-    return orjson.dumps({"method": last.method, "path": last.path, "headers": last.headers, "body": body})
-
-
-_ROUTES: dict[str, dict[str, Handler]] = {
-    "/health": {"GET": _health},
-    "/v1/models": {"GET": _models},
-    "/metrics": {"GET": _metrics},
-    "/emulator/state": {"GET": _state},
-    "/emulator/faults": {"GET": _faults, "POST": _set_faults, "DELETE": _clear_faults},
-    "/emulator/last-request": {"GET": _last_request},
-}

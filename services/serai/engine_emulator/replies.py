@@ -57,9 +57,9 @@ class CompletionReply:
         if self._completion.stream:
             token, form = self._completion.answer.token, self._format.token_event
             if tokens == 1:
-                self._write_events(form(token(first)))
+                self._write_events(form(token(first), first + 1))
             else:
-                self._write_events(*[form(token(position)) for position in range(first, first + tokens)])
+                self._write_events(*[form(token(place), place + 1) for place in range(first, first + tokens)])
 
     def finish(self) -> None:
         """The whole end of the answer."""

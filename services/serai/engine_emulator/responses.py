@@ -99,10 +99,13 @@ class CompletionFormat:
         if not self._completion.chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return event(self._fields([choice]))
+        return event(self._fields([choice], usage=self._usage(0) if self._completion.continuous_usage else None))
 
-    def token_event(self, text: str) -> bytes:
-        """One token. `text` is plain ASCII that needs no escapes in JSON."""
+    def token_event(self, text: str, count: int) -> bytes:
+        """The token that makes it `count`. `text` is plain ASCII that needs no escapes in JSON."""
+        if self._completion.continuous_usage:
+            usage = orjson.dumps(self._usage(count))
+            return b'%b%b%b,"usage":%b}\n\n' % (self._token_head, text.encode(), self._token_tail, usage)
         return self._token_head + text.encode() + self._token_tail
 
     def finish_events(self) -> bytes:
@@ -110,12 +113,15 @@ class CompletionFormat:
         last: dict[str, Any] = {"delta": {}} if self._completion.chat else {"text": ""}
         choice = {"index": 0, "logprobs": None, "finish_reason": self._completion.finish_reason, **last}
         usage = event(self._fields([], usage=self._usage())) if self._completion.include_usage else b""
-        return event(self._fields([choice])) + usage + DONE_EVENT
+        running = self._usage() if self._completion.continuous_usage else None
+        return event(self._fields([choice], usage=running)) + usage + DONE_EVENT
 
     def _prepare_tokens(self) -> None:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
         choice |= {"delta": {"content": "\x00"}} if self._completion.chat else {"text": "\x00"}
         self._token_head, self._token_tail = event(self._fields([choice])).split(b"\\u0000")
+        if self._completion.continuous_usage:
+            self._token_tail = self._token_tail.removesuffix(b"}\n\n")
 
     def _fields(
         self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, streamed: bool = True
@@ -124,8 +130,8 @@ class CompletionFormat:
         fields = {**self._common, "object": kind, "choices": choices}
         return fields if usage is None else {**fields, "usage": usage}
 
-    def _usage(self) -> dict[str, int]:
-        prompt, output = self._completion.answer.prompt_tokens, self._completion.tokens
+    def _usage(self, said: int | None = None) -> dict[str, int]:
+        prompt, output = self._completion.answer.prompt_tokens, self._completion.tokens if said is None else said
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 

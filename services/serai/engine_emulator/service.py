@@ -7,11 +7,21 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from random import Random
 
+from serai.engine_emulator.batched_schedule import BatchedSchedule
+from serai.engine_emulator.batching.engine import BatchEngine
+from serai.engine_emulator.batching.steps import RunningStep
 from serai.engine_emulator.engine import Engine
 from serai.engine_emulator.faults import FaultKind
-from serai.engine_emulator.http_protocol import EmulatorState, HttpConnection
+from serai.engine_emulator.fixed_schedule import FixedSchedule
+from serai.engine_emulator.http_protocol import HttpConnection
+from serai.engine_emulator.measures import Measures
+from serai.engine_emulator.modelled import ModelledEngine
+from serai.engine_emulator.schedule import Schedule
 from serai.engine_emulator.settings import EmulatorSettings
+from serai.engine_emulator.state import EmulatorState
 
 _BACKLOG = 4096
 
@@ -28,9 +38,8 @@ async def run(settings: EmulatorSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     if await _stopped_while_loading(settings, stop):
         return
-    engine = Engine(
-        settings.timing, step_s=settings.step_ms / 1000, max_concurrency=settings.max_concurrency, loop=loop
-    )
+    measures = Measures()
+    engine = Engine(_schedule(settings, measures), loop=loop, measures=measures)
     state = EmulatorState(settings, engine)
     server = await _listen(settings, state)
     try:
@@ -39,6 +48,29 @@ async def run(settings: EmulatorSettings) -> None:
         server.close()
         for connection in list(state.connections):
             connection.close()
+
+
+def _schedule(settings: EmulatorSettings, measures: Measures) -> Schedule:
+    modelled = settings.modelled
+    if modelled is None:
+        return FixedSchedule(settings.timing, step_s=settings.step_ms / 1000, slots=settings.max_concurrency)
+
+    def on_step(running: RunningStep) -> None:
+        step = running.step
+        measures.step_tokens.observe(step.decode_sequences + sum([chunk.new_tokens for chunk in step.chunks]))
+
+    model = modelled.model
+    noise = _step_factor(modelled, settings.seed)
+    return BatchedSchedule(BatchEngine(model, modelled.batch, step_noise=noise, energy_j=model.energy_j), on_step)
+
+
+def _step_factor(modelled: ModelledEngine, seed: int) -> Callable[[], float]:
+    """What each step's predicted duration is multiplied by: noise of mean 1, and the speed of time."""
+    share, sigma = 1 / modelled.speed, modelled.step_noise
+    if not sigma:
+        return lambda: share
+    draw = Random(seed).lognormvariate
+    return lambda: share * draw(-sigma * sigma / 2, sigma)
 
 
 async def _stopped_while_loading(settings: EmulatorSettings, stop: asyncio.Event) -> bool:

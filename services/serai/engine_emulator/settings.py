@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serai.engine_emulator.faults import Fault
+from serai.engine_emulator.modelled import EngineName, ModelledEngine
 from serai.engine_emulator.timing import FixedTiming
+
+FIXED_KV_TOKENS = 1_048_576
 
 
 class BadSettings(ValueError):
@@ -30,8 +33,12 @@ class EmulatorSettings:
     answer_tokens: int = 32
     """Length of an answer when the request sets no `max_tokens`."""
     context_tokens: int = 16_777_216
-    kv_tokens: int = 1_048_576
-    """Size of the KV cache that `vllm:kv_cache_usage_perc` refers to."""
+    kv_tokens: int | None = None
+    """Size of the KV cache; None: what fits beside the weights, or with fixed timing `FIXED_KV_TOKENS`."""
+    engine: EngineName = EngineName.VLLM
+    """Whose metric names and endpoints it has."""
+    modelled: ModelledEngine | None = None
+    """The engine to run in steps on the cost model; None: fixed timing."""
     body_limit_mb: float = 64.0
     start_delay_s: float = 0.0
     faults: tuple[Fault, ...] = ()
@@ -45,13 +52,26 @@ class EmulatorSettings:
             if getattr(self, name) < 0:
                 raise BadSettings(f"--{name.replace('_', '-')} must be at least 0, not {getattr(self, name)}")
         for name in ("step_ms", "max_concurrency", "answer_tokens", "context_tokens", "kv_tokens", "body_limit_mb"):
-            if getattr(self, name) <= 0:
-                raise BadSettings(f"--{name.replace('_', '-')} must be above 0, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise BadSettings(f"--{name.replace('_', '-')} must be above 0, not {value}")
 
     @property
     def timing(self) -> FixedTiming:
         """How long prefill and decode take."""
         return FixedTiming(self.ttft_ms / 1000, self.tpot_ms / 1000)
+
+    @property
+    def kv_tokens_total(self) -> int:
+        """Size of the KV cache, in tokens."""
+        if self.modelled is not None:
+            return self.modelled.batch.kv_tokens
+        return self.kv_tokens or FIXED_KV_TOKENS
+
+    @property
+    def context_tokens_max(self) -> int:
+        """The longest prompt and answer: as allowed, and as fits into the KV cache."""
+        return self.context_tokens if self.modelled is None else min(self.context_tokens, self.kv_tokens_total)
 
     @property
     def body_limit_bytes(self) -> int:

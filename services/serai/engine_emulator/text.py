@@ -24,6 +24,8 @@ class Answer:
     key: int
     first_word: int
     prompt_tokens: int
+    prompt_characters: int = 0
+    """Length of the prompt without the words of its own answer at its end."""
 
     def token(self, position: int) -> str:
         """The text of the token at `position` after the prompt: a space and a word."""
@@ -45,7 +47,7 @@ def answer_to(prompt: str, seed: int) -> Answer:
     """The answer to `prompt`, continued when the prompt ends with the beginning of its own answer."""
     original, spoken = _split_spoken(prompt, seed)
     key = _key(original, seed)
-    return Answer(key, spoken, estimate_tokens(original) + spoken)
+    return Answer(key, spoken, estimate_tokens(original) + spoken, len(original))
 
 
 def chat_prompt(turns: Sequence[tuple[str, str]]) -> str:
@@ -59,6 +61,17 @@ def chat_prompt(turns: Sequence[tuple[str, str]]) -> str:
 def estimate_tokens(text: str) -> int:
     """How many tokens the emulated tokenizer makes of `text`: one per four characters, at least one."""
     return max(1, (len(text) + _CHARACTERS_PER_TOKEN - 1) // _CHARACTERS_PER_TOKEN)
+
+
+def block_keys(text: str, block_tokens: int) -> tuple[int, ...]:
+    """One key per full block of `text`, chained: equal keys mean equal text up to there. Only within one process."""
+    size = block_tokens * _CHARACTERS_PER_TOKEN
+    keys: list[int] = []
+    key = 0
+    for end in range(size, len(text) + 1, size):
+        key = hash((key, text[end - size : end]))
+        keys.append(key)
+    return tuple(keys)
 
 
 def _key(original: str, seed: int) -> int:

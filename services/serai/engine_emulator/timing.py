@@ -1,7 +1,4 @@
-"""When the emulated engine's tokens are due: the only place that knows how long prefill and decode take.
-
-A batch scheduler on the cost model can take the place of `FixedTiming`: the engine asks nothing else.
-"""
+"""Arithmetic of times: when a request of fixed timing has its tokens, and what is due in which step."""
 
 from __future__ import annotations
 

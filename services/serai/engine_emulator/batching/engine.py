@@ -49,11 +49,17 @@ class BatchEngine:
         self.prefill_open = True
         """PHASE_GATED only: whether prompts may be worked on. Takes effect with the next step."""
         self.decode_steps = 0
+        self.context_tokens = 0
+        """Tokens that the decoding sequences have in the cache."""
         self.busy_s = 0.0
         self.prefill_busy_s = 0.0
         """Time of the steps that worked on prompts, among others."""
         self.energy_j = 0.0
         self.preemptions_total = 0
+        self.preempted_waiting = 0
+        """Waiting sequences that ran before."""
+        self.prefilled_tokens_total = 0
+        """Tokens of prompts that were computed, again after preemptions too."""
         self.prefix_queries_tokens = 0
         """Tokens looked up in the prefix cache, once per sequence."""
         self.prefix_hits_tokens = 0
@@ -82,8 +88,6 @@ class BatchEngine:
         self._growing = [0] * settings.block_tokens
         """How many decoding sequences need a block in decode steps of this residue."""
         self._ends: dict[int, dict[Sequence, None]] = {}
-        self._context_tokens = 0
-        """Tokens of the decoding sequences in the cache."""
         self._to_say = 0
         """Tokens the running sequences have still to say."""
         self._joined: list[Sequence] = []
@@ -163,6 +167,7 @@ class BatchEngine:
                 del self._arrived[sequence]
             case Place.WAITING:
                 del self._waiting[sequence]
+                self.preempted_waiting -= sequence.preemptions > 0
                 self.prefill_backlog_tokens -= sequence.goal
             case Place.PREFILLING:
                 self._leave_prefill(sequence)
@@ -210,7 +215,7 @@ class BatchEngine:
         if decodes:
             size = len(self._decoding)
             self.decode_steps += 1
-            self._context_tokens += size
+            self.context_tokens += size
             self._to_say -= size
             for sequence in self._ends.pop(self.decode_steps, ()):
                 self._leave_decode(sequence)
@@ -224,7 +229,7 @@ class BatchEngine:
 
     def _timed(self, pieces: Pieces, decodes: bool, now_s: float) -> RunningStep:
         """The step of `pieces` and, with `decodes`, one token for every decoding sequence."""
-        count, context = (len(self._decoding), self._context_tokens) if decodes else (0, 0)
+        count, context = (len(self._decoding), self.context_tokens) if decodes else (0, 0)
         step = Step([PrefillChunk(tokens, sequence.computed) for sequence, tokens in pieces], count, context)
         duration_s = self._model.step_s(step)
         if self._noise is not None:
@@ -339,6 +344,7 @@ class BatchEngine:
         if not self._fits(new + idle_hits, sequence.to_say):
             return None
         del self._waiting[sequence]
+        self.preempted_waiting -= sequence.preemptions > 0
         self._head = None
         if hits:
             sequence.held_keys.extend(sequence.block_keys[:hits])
@@ -449,6 +455,7 @@ class BatchEngine:
             self._waiting.move_to_end(sequence, last=False)
         self.prefill_backlog_tokens += sequence.goal
         self.preemptions_total += 1
+        self.preempted_waiting += 1
         self._preempted.append(sequence)
 
     # Through prefill and decode, and out
@@ -463,6 +470,7 @@ class BatchEngine:
             self._share_computed(sequence, tokens)
             sequence.computed += tokens
             self.prefill_backlog_tokens -= tokens
+            self.prefilled_tokens_total += tokens
             if sequence.computed < sequence.goal:
                 continue
             (again if sequence.said else first).append(sequence)
@@ -492,7 +500,7 @@ class BatchEngine:
         self._decoding[sequence] = None
         self._ends.setdefault(sequence.finish_step, {})[sequence] = None
         self._growing[(sequence.joined_at - kv_tokens) % self._block_tokens] += 1
-        self._context_tokens += kv_tokens
+        self.context_tokens += kv_tokens
         self._joined.append(sequence)
 
     def _leave_decode(self, sequence: Sequence) -> None:
@@ -505,7 +513,7 @@ class BatchEngine:
                 del self._ends[sequence.finish_step]
         self._growing[(sequence.joined_at - sequence.joined_kv) % self._block_tokens] -= 1
         steps = self.decode_steps - sequence.joined_at
-        self._context_tokens -= sequence.joined_kv + steps
+        self.context_tokens -= sequence.joined_kv + steps
         sequence.said += steps
         written = sequence.joined_kv + self._grown_steps - sequence.joined_at
         sequence.blocks = -(-written // self._block_tokens)
