@@ -204,3 +204,13 @@ def test_a_slowed_request_takes_that_much_longer(loop: Loop) -> None:
     engine.submit(generation(reply, fault=Fault(FaultKind.SLOW, factor=10)), slow_factor=10)
     loop.advance(10)
     assert reply.finished_at == near(0.9)
+
+
+def test_a_client_that_reads_again_does_not_wake_what_a_fault_has_stopped(loop: Loop) -> None:
+    engine, reply = engine_in(loop), Reply(loop)
+    stuck = generation(reply, tokens=10, fault=Fault(FaultKind.HANG, tokens=2))
+    engine.submit(stuck)
+    loop.advance(1)
+    engine.resume(stuck)
+    loop.advance(1)
+    assert (reply.faults, len(reply.said)) == (1, 2)

@@ -96,7 +96,7 @@ class Engine:
 
     def resume(self, generation: Generation) -> None:
         """The client reads again: go on from now."""
-        if generation in self._inside:
+        if generation in self._inside and not generation.is_stuck:
             now = self._clock()
             generation.rests = False
             self._schedule.resume(generation, now)
@@ -150,7 +150,7 @@ class Engine:
 
     def _say(self, generation: Generation, tokens: int, now: float) -> None:
         """`tokens` tokens are there in all: say the new ones, then do the fault or the end if they are reached."""
-        if not generation.reply.is_writable():
+        if generation.rests or not generation.reply.is_writable():
             generation.rests = True  # `resume` brings it back
             return
         target, said = generation.target, generation.produced
@@ -170,7 +170,7 @@ class Engine:
     def _reach_target(self, generation: Generation, tokens: int, now: float) -> None:
         if generation.fault is not None:
             if not generation.reply.reach_fault():
-                generation.rests = True
+                generation.rests = generation.is_stuck = True
                 return
             generation.fault = None
             if generation.produced < generation.target:

@@ -33,6 +33,7 @@ class Generation:
         "completion",
         "due_at",
         "fault",
+        "is_stuck",
         "first_token_at",
         "last_at",
         "produced",
@@ -52,6 +53,8 @@ class Generation:
         """Tokens said to the client."""
         self.rests = False
         """Nothing more comes of itself: the client does not read, or a fault holds it."""
+        self.is_stuck = False
+        """A fault holds it for good."""
         self.submitted_at = 0.0
         self.admitted_at = 0.0
         self.first_token_at = 0.0
