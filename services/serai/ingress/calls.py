@@ -232,9 +232,12 @@ class Calls:
         self, request: HttpRequest, call: Call, stream: InferenceStream, headers: dict[str, str]
     ) -> None:
         """Events pass as they came. If they break off, the client is told: never a clean end that is not one."""
-        answer = request.start(200, headers)
-        self._relayed[stream.id] = request
         relay = SseRelay()
+        first = relay.feed(stream.data_now())
+        answer = request.start(200, headers, first)
+        self._relayed[stream.id] = request
+        if first:
+            call.first_byte_s = time.monotonic()
 
         def pass_on(data: bytes) -> bool:
             """Once per token, in the bus's callback; False: the client is slow, or gone."""
@@ -246,8 +249,9 @@ class Calls:
         problem: ApiError | None = None
         try:
             while (data := await stream.data(pass_on if call.first_byte_s else None)) is not None:
-                answer.send(relay.feed(data))
-                if not call.first_byte_s:
+                passed = relay.feed(data)
+                answer.send(passed)
+                if passed and not call.first_byte_s:
                     call.first_byte_s = time.monotonic()
                 stream.blocked_since_s = time.monotonic()
                 await answer.room()

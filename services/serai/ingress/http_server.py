@@ -65,14 +65,16 @@ class HttpRequest:
         payload = b"" if self.method == "HEAD" else body
         self._connection.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), payload))
 
-    def start(self, status: int, headers: Mapping[str, str]) -> HttpStream:
-        """An answer whose length is not known yet; its head leaves at once."""
+    def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> HttpStream:
+        """An answer whose length is not known yet; its head leaves at once, with the first of its data."""
         if self.http_1_0:
             self.keep_alive = False
-            self._connection.write(self._head(status, headers) + b"\r\n")
+            head = self._head(status, headers) + b"\r\n"
         else:
-            self._connection.write(self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n")
-        return HttpStream(self._connection, chunked=not self.http_1_0)
+            head = self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n"
+        stream = HttpStream(self._connection, chunked=not self.http_1_0)
+        self._connection.write(head + stream.framed(data))
+        return stream
 
     def abort(self) -> None:
         """Closes the connection without another byte."""
@@ -103,8 +105,12 @@ class HttpStream:
         ClientGone."""
         connection = self._connection
         if data:
-            connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+            connection.write(self.framed(data))
         return not connection.write_paused
+
+    def framed(self, data: bytes) -> bytes:
+        """`data` as it goes on the wire."""
+        return b"%x\r\n%s\r\n" % (len(data), data) if data and self._chunked else data
 
     async def room(self) -> None:
         """Waits while the client is slow to read. Raises ClientGone."""
@@ -113,9 +119,7 @@ class HttpStream:
 
     def end(self, data: bytes = b"") -> None:
         """The last bytes and the end, in one write. Raises ClientGone."""
-        if self._chunked:
-            data = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
-        self._connection.write(data)
+        self._connection.write(self.framed(data) + b"0\r\n\r\n" if self._chunked else data)
 
 
 Handler = Callable[[HttpRequest], Awaitable[None]]

@@ -148,6 +148,10 @@ class InferenceStream:
                 self._sink = None
             if stopped and not self.over:
                 return b""
+        return self.data_now()
+
+    def data_now(self) -> bytes:
+        """What has come already, joined; nothing when nothing has."""
         chunks, self._chunks = self._chunks, []
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self._consume(len(data))

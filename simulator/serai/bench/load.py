@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import json
 import random
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -387,6 +389,7 @@ def _thinned(samples: list[float]) -> list[float]:
 
 def main() -> None:
     """Carry out tasks from standard input until it ends."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     for line in sys.stdin:
         outcome = uvloop.run(carry_out(LoadTask(**json.loads(line))))
         fields = {name: getattr(outcome, name) for name in LoadOutcome.__slots__}

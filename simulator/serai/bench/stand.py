@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ ENGINE_TPOT_MS = 20.0
 ENGINE_FLAGS = ("--ttft-ms", "0", "--tpot-ms", f"{ENGINE_TPOT_MS:g}", "--max-concurrency", "8192")
 _PROMPT = "A serai is the inn where caravans rest: the caravans come and go, the inn stays. Tell me more of it."
 _START_TIMEOUT_S = 60.0
+_STUCK_AFTER_S = 15.0
 _KEEP_AWAKE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
 
 
@@ -55,21 +58,31 @@ class LoadGenerator:
     """The load generator's process."""
 
     def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self._child = processes.start("load", [sys.executable, "-m", "serai.bench.load"], pipes=True)
 
     def carry_out(self, task: LoadTask) -> LoadOutcome:
-        """Carry out one task. Raises BenchFailed when the load generator is gone."""
+        """Carry out one task. Raises BenchFailed when the load generator is gone or stuck."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
+        limit_s = task.warmup_s + task.duration_s + task.timeout_s + _STUCK_AFTER_S
         try:
             self._child.stdin.write(json.dumps(asdict(task)).encode() + b"\n")
             self._child.stdin.flush()
+            if not select.select([self._child.stdout], [], [], limit_s)[0]:
+                raise BenchFailed(self._stuck(limit_s))
             line = self._child.stdout.readline()
         except BrokenPipeError:
             line = b""
         if not line:
             raise BenchFailed(f"the load generator ended with status {self._child.wait()}")
         return LoadOutcome(**json.loads(line))
+
+    def _stuck(self, limit_s: float) -> str:
+        """Where it is stuck: it writes its stack when asked to."""
+        self._child.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return f"the load generator gave no answer in {limit_s:g} s\n{last_lines([self._processes.log_of('load')])}"
 
 
 class Stand:
