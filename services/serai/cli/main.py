@@ -42,9 +42,16 @@ COMMANDS: Tree = {
         "validate": Command("serai.bench.profile.validate", "judge the shipped profiles on data they never saw"),
         "fit": Command("serai.bench.profile.fit", "fit the shipped profiles to measured data"),
     },
+    "simulate": {
+        "run": Command("serai.bench.simulate.scenario_run", "compare systems on a workload in virtual time"),
+        "validate": Command(
+            "serai.bench.simulate.validate", "judge the simulator by logs, live engines and repetition"
+        ),
+    },
     "bench": {
         "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),
         "gateway": Command("serai.bench.gateway", "throughput beside the engine alone and other gateways"),
+        "emulator": Command("serai.bench.emulator", "how punctual the emulated engine's tokens are"),
     },
 }
 
@@ -57,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     path: list[str] = []
     node: Command | Tree = COMMANDS
+    if _begins_with_scenario(words):
+        words.insert(1, "run")
     while isinstance(node, dict):
         if not words or words[0] not in node:
             return _explain(path, node, words)
@@ -69,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.run(parser.parse_args(words)))
     except KeyboardInterrupt:
         return 130
+
+
+def _begins_with_scenario(words: list[str]) -> bool:
+    """`serai simulate FILE.yaml` is short for `serai simulate run FILE.yaml`; flags may come first."""
+    files = [word for word in words[1:] if word.endswith((".yaml", ".yml"))]
+    return words[:1] == ["simulate"] and bool(files) and (words[1] == files[0] or words[1].startswith("-"))
 
 
 def _explain(path: list[str], node: Tree, words: list[str]) -> int:
