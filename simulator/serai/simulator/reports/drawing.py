@@ -86,10 +86,12 @@ def percent(axes: Axes) -> None:
 
 
 def logarithmic(axes: Axes) -> None:
-    """The level axis on a logarithmic scale, with plain numbers at 1, 2 and 5."""
+    """The level axis on a logarithmic scale, with plain numbers; the shorter it is, the more of them. After drawing."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axes.get_xlim()
+    numbers = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0) if high < 15 * low else (1.0, 2.0, 5.0) if high < 3000 * low else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(subs=numbers))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -162,7 +162,9 @@ class Fields:
         """The one name among `names` that is there."""
         present = [name for name in names if self.has(name)]
         if len(present) != 1:
-            self.done()
+            if not present:
+                # A misspelt one is better told as such.
+                self.done()
             has = " and ".join(present) or "none"
             raise BadInput(self.place, f"has {has} of {', '.join(names)}", "write one of them")
         return present[0]

@@ -59,7 +59,7 @@ class Line:
     def time_ns(self, field: str, unit_ns: int = NS) -> int:
         """A time: a number of `unit_ns`, or a date and time in ISO 8601 (UTC without a zone), to the nanosecond."""
         value = self.value(field)
-        if isinstance(value, str) and ("-" in value[1:] or ":" in value) and "e" not in value.lower():
+        if isinstance(value, str) and value[:4].isdigit() and value[4:5] == "-":
             return self._date_ns(field, value)
         at_ns = int(self._number(field) * unit_ns)
         if at_ns < 0:
