@@ -83,16 +83,19 @@ def test_lateness_of_less_than_a_step_does_not_add_up(loop: Loop) -> None:
 
 
 def test_an_engine_that_was_held_up_for_longer_goes_on_from_now(loop: Loop) -> None:
-    engine, reply = engine_in(loop), Reply(loop)
+    held_up_s = 0.0
+    settings = BatchSettings(1600, sequences_max=8)
+    schedule = BatchedSchedule(BatchEngine(Steady(), settings))
+    engine = Engine(schedule, loop=cast(AbstractEventLoop, loop), clock=lambda: loop.now + held_up_s)
+    reply = Reply(loop)
     engine.submit(generation(reply, tokens=11))
     loop.advance(0.201)
-    said = len(reply.said)
-    loop.now += 5  # nothing runs for five seconds
-    loop.advance(0)
+    assert len(reply.said) == 6
+    held_up_s = 5.0  # nothing ran for five seconds
+    loop.advance(0.021)
+    assert len(reply.said) == 7  # and no burst makes up for it
     loop.advance(1)
-    gaps = [later[0] - sooner[0] for sooner, later in zip(reply.said[said:], reply.said[said + 1 :], strict=False)]
-    assert gaps
-    assert all(gap == near(0.02) for gap in gaps)
+    assert reply.finished_at == near(0.3)
 
 
 def test_a_client_that_does_not_read_gets_all_it_missed_and_holds_nobody_up(loop: Loop) -> None:

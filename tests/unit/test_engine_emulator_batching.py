@@ -264,6 +264,94 @@ def test_settings_that_no_engine_runs_with_name_their_number() -> None:
         BatchSettings(1600, chunk_tokens_max=0)
 
 
+def test_an_unfinished_prompt_takes_the_room_of_those_that_came_after_it() -> None:
+    engine = engine_with(kv_tokens=96, step_tokens_max=20, chunk_tokens_max=16)
+    long, short = sequence(96, 1), sequence(4, 60)
+    engine.submit(long, 0.0)
+    engine.submit(short, 0.0)
+    found = list(steps(engine))
+    # The last chunk needs the block that the other decodes in: it goes, and the step decodes nothing.
+    assert [(step.kind, step.preempted) for step in found[:6]] == [
+        ("prefill", []),
+        *[("mixed", [])] * 4,
+        ("prefill", [short]),
+    ]
+    assert [engine.produced(one) for one in (long, short)] == [1, 60]
+
+
+def test_who_can_only_run_alone_is_let_in_whatever_the_reserve() -> None:
+    engine = engine_with(kv_tokens=160, mode=BatchMode.PREFILL_FIRST, decode_reserve=5.0)
+    for _ in range(2):
+        engine.submit(sequence(16, 100), 0.0)
+    assert sum(len(step.finished) for step in steps(engine)) == 2
+
+
+def test_a_prefilled_request_waits_for_room_in_which_it_can_go_on() -> None:
+    engine = engine_with(kv_tokens=64)
+    running = sequence(16, 30)
+    engine.submit(running, 0.0)
+    next(steps(engine))
+    # Three blocks are free; its KV would fit, but not with the one that both need for the coming step.
+    arriving = sequence(32, 5, prefilled=True)
+    engine.submit(arriving, 0.0)
+    list(steps(engine))
+    assert (arriving.preemptions, engine.preemptions_total) == (0, 0)
+    assert (engine.produced(running), engine.produced(arriving)) == (30, 5)
+
+
+def test_an_idle_prefix_that_is_hit_is_no_longer_room_for_others() -> None:
+    engine = engine_with(kv_tokens=64)
+    engine.submit(sequence(32, 1, (1, 2)), 0.0)
+    list(steps(engine))
+    engine.submit(sequence(32, 16), 0.0)
+    next(steps(engine))
+    hit = sequence(40, 1, (1, 2))
+    engine.submit(hit, 0.0)
+    assert next(steps(engine)).prefilled == []  # one block is free, two are hit: it would need all three
+    assert engine.kv_tokens_free == 16
+    list(steps(engine))
+    assert hit.place is Place.ENDED
+
+
+def test_a_prefix_that_gave_way_while_its_request_waited_is_computed() -> None:
+    engine = engine_with(kv_tokens=80, mode=BatchMode.PREFILL_FIRST, decode_reserve=0.0)
+    engine.submit(sequence(32, 1, (1, 2)), 0.0)
+    list(steps(engine))
+    grows, waits = sequence(32, 30), sequence(70, 1, (1, 2))
+    engine.submit(grows, 0.0)
+    next(steps(engine))
+    engine.submit(waits, 0.0)
+    list(steps(engine))
+    assert (grows.preemptions, waits.cached_tokens, waits.place) == (0, 16, Place.ENDED)
+
+
+def test_the_end_of_a_prefix_gives_way_before_its_beginning() -> None:
+    engine = engine_with(kv_tokens=64)
+    engine.submit(sequence(48, 1, (1, 2, 3)), 0.0)
+    list(steps(engine))
+    engine.submit(sequence(32, 1), 0.0)
+    list(steps(engine))
+    again = sequence(49, 1, (1, 2, 3))
+    engine.submit(again, 0.0)
+    list(steps(engine))
+    assert again.cached_tokens == 32
+
+
+def test_what_waits_may_run_where_all_that_ran_had_to_give_way() -> None:
+    engine = engine_with(kv_tokens=64, mode=BatchMode.PREFILL_FIRST, decode_reserve=0.0)
+    kept, grows, short = sequence(32, 2, prefill_only=True), sequence(32, 8), sequence(20, 1)
+    engine.submit(kept, 0.0)
+    list(steps(engine))
+    engine.submit(grows, 0.0)
+    next(steps(engine))
+    engine.submit(short, 0.0)
+    # What grows finds no block: it goes to the end of the queue, and the short one runs.
+    assert [(step.prefilled, step.preempted) for step in steps(engine)] == [([(short, 20)], [grows])]
+    assert engine.waiting == 1
+    engine.release(kept)
+    assert sum(len(step.finished) for step in steps(engine)) == 1
+
+
 # Disaggregation and aborts
 
 
@@ -535,7 +623,8 @@ class Run:
         limits, step = self.limits, running.step
         tokens = sum(tokens for _, tokens in running.prefilled)
         assert step.decode_sequences <= limits.sequences_max
-        assert tokens or step.decode_sequences
+        kinds = {(True, False): "prefill", (False, True): "decode", (True, True): "mixed"}
+        assert running.kind == kinds[tokens > 0, step.decode_sequences > 0]
         for one, piece in running.prefilled:
             assert 0 < piece <= (limits.chunk_tokens_max or 1000)
             assert one.cached_tokens <= one.prompt_tokens - 1
