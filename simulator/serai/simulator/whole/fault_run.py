@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from serai.simulator.whole.client import ChatClient, ChatRequest, ChatResult, Outcome
-from serai.simulator.whole.faults import FaultInjector, plan
+from serai.simulator.whole.faults import FaultInjector, FaultKind, plan
 from serai.simulator.whole.invariants import Invariants
 from serai.simulator.whole.simulated_bus import SERVER_STALE_S
 from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Scene, SimulatedSystem, simulate
@@ -21,6 +21,8 @@ from serai.simulator.whole.virtual_loop import START_S, Stalled
 LOOK_EVERY_S = 0.5
 START_WITHIN_S = 30.0
 RECOVER_WITHIN_S = 60.0
+LIMIT_S = 1200.0
+"""Beyond the time under load; a run that takes more does not end."""
 LARGE_PROMPT_BYTES = 1_300_000
 """More than one BODY frame."""
 
@@ -34,6 +36,7 @@ class FaultPlan:
     duration_s: float = 60.0
     requests_per_s: float = 8.0
     fault_every_s: float = 2.5
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
     scene: Scene = field(default_factory=Scene)
 
 
@@ -73,7 +76,7 @@ def fault_run(seed: int, faults: FaultPlan | None = None, prepare: Prepare = lam
         await run.main(system)
 
     try:
-        simulate(seed, main, run.faults.scene)
+        simulate(seed, main, run.faults.scene, limit_s=run.faults.duration_s + LIMIT_S)
     except Stalled as error:
         run.checks.violate(str(error))
     return run.result()
@@ -98,9 +101,8 @@ class _Run:
         try:
             if not await system.until_serving(START_WITHIN_S):
                 self.checks.violate(f"not all agents served within {START_WITHIN_S:g} s")
-            schedule = plan(
-                Random(f"{self.seed}/faults"), duration_s=self.faults.duration_s, every_s=self.faults.fault_every_s
-            )
+            chance, faults = Random(f"{self.seed}/faults"), self.faults
+            schedule = plan(chance, duration_s=faults.duration_s, every_s=faults.fault_every_s, kinds=faults.kinds)
             await asyncio.gather(self._load(), self._injector.run(schedule))
             await self._recover()
         finally:

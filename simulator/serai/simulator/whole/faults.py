@@ -106,6 +106,7 @@ class FaultInjector:
         """Everything as it should be."""
         system = self._system
         system.nats.kv_faults = KvFaults()
+        system.nats.stress.end()
         if not system.nats.running:
             system.nats.start()
         for node in system.nodes:

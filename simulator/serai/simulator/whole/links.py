@@ -49,6 +49,10 @@ class Stress:
     doubled: float = 0.0
     reordered: float = 0.0
 
+    def end(self) -> None:
+        """No more of it."""
+        self.lost = self.doubled = self.reordered = 0.0
+
     @property
     def calm(self) -> bool:
         return not (self.lost or self.doubled or self.reordered)
@@ -76,11 +80,13 @@ class Lane(Generic[T]):
         self._frozen = False
         self._kept: list[T] = []
         self.stress: Stress | None = None
+        self.stressed: Callable[[T], bool] = lambda item: True
+        """Which items stress may hit: messages, not what a protocol needs to stay alive."""
 
     def send(self, item: T) -> None:
         """`item` arrives after a delay, and not before what was sent before it."""
         at_s = self._loop.time() + self._delay(self._chance)
-        if self.stress is not None and not self.stress.calm:
+        if self.stress is not None and not self.stress.calm and self.stressed(item):
             self._send_under_stress(item, at_s, self.stress)
             return
         self._last_arrival_s = at_s = max(self._last_arrival_s, at_s)

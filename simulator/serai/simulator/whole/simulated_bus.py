@@ -105,7 +105,9 @@ class _Session:
         self.bus = bus
         self.up: Lane[tuple[Any, ...]] = Lane(loop, delay, bus.chance, self._at_server, bus.context)
         self.down: Lane[tuple[Any, ...]] = Lane(loop, delay, bus.chance, self._at_client, bus.context)
-        self.up.stress = self.down.stress = server.stress
+        for lane, kind in ((self.up, "PUB"), (self.down, "MSG")):
+            lane.stress = server.stress
+            lane.stressed = lambda item, kind=kind: item[0] == kind  # type: ignore[misc]
         self.registered: dict[_Interest, _Registration] = {}
         self.server = server
         self.alive = True

@@ -250,10 +250,14 @@ class SimulatedSystem:
 
 
 def simulate(
-    seed: int, main: Callable[[SimulatedSystem], Coroutine[Any, Any, T]], scene: Scene | None = None
+    seed: int,
+    main: Callable[[SimulatedSystem], Coroutine[Any, Any, T]],
+    scene: Scene | None = None,
+    limit_s: float = 24 * 3600.0,
 ) -> tuple[T, SimulatedSystem]:
-    """Runs `main` with a system that is made but not started, in virtual time, to its end."""
-    loop = VirtualLoop()
+    """Runs `main` with a system that is made but not started, in virtual time, to its end.
+    Raises Stalled when that is more than `limit_s` virtual seconds away."""
+    loop = VirtualLoop(limit_s)
     made: list[SimulatedSystem] = []
 
     def on_log(event: str, fields: dict[str, Any]) -> None:

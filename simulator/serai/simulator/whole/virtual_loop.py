@@ -28,7 +28,7 @@ _COMPACT_FROM = 1000
 
 class Stalled(RuntimeError):
     """Nothing is ready, no timer is set, and the main task has not ended: it would wait for ever. Or time stands
-    still, since something is always ready."""
+    still, since something is always ready. Or the time that the run was given is over."""
 
 
 class Network(Protocol):
@@ -49,9 +49,11 @@ class VirtualLoop(base_events.BaseEventLoop):
     _stopping: bool
     _closed: bool
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = float("inf")) -> None:
+        """`limit_s`: virtual seconds after which it raises Stalled, for a main task that waits beside busy timers."""
         super().__init__()
         self._now_s = START_S
+        self._limit_s = START_S + limit_s
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timers_set = 0
         self._timers_cancelled = 0
@@ -124,6 +126,8 @@ class VirtualLoop(base_events.BaseEventLoop):
             self._timers_cancelled = max(0, self._timers_cancelled - 1)
         if not timers:
             raise Stalled(f"nothing will ever happen after {self._now_s - START_S:.6f} s")
+        if timers[0][0] > self._limit_s:
+            raise Stalled(f"the run did not end within {self._limit_s - START_S:g} s")
         if timers[0][0] > self._now_s:
             self._now_s = timers[0][0]
             self._turns_at_instant = 0
