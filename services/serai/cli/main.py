@@ -47,6 +47,7 @@ COMMANDS: Tree = {
         "validate": Command(
             "serai.bench.simulate.validate", "judge the simulator by logs, live engines and repetition"
         ),
+        "faults": Command("serai.bench.simulate.faults", "the real services in virtual time under random faults"),
     },
     "bench": {
         "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),

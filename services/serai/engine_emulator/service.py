@@ -38,9 +38,7 @@ async def run(settings: EmulatorSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     if await _stopped_while_loading(settings, stop):
         return
-    measures = Measures()
-    engine = Engine(_schedule(settings, measures), loop=loop, measures=measures)
-    state = EmulatorState(settings, engine)
+    state = emulated_engine(settings, loop)
     server = await _listen(settings, state)
     try:
         await stop.wait()
@@ -48,6 +46,12 @@ async def run(settings: EmulatorSettings) -> None:
         server.close()
         for connection in list(state.connections):
             connection.close()
+
+
+def emulated_engine(settings: EmulatorSettings, loop: asyncio.AbstractEventLoop) -> EmulatorState:
+    """An engine that runs on `loop` and listens nowhere yet: each of its connections is an `HttpConnection`."""
+    measures = Measures()
+    return EmulatorState(settings, Engine(_schedule(settings, measures), loop=loop, measures=measures))
 
 
 def _schedule(settings: EmulatorSettings, measures: Measures) -> Schedule:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from serai.engine_emulator.engine import Engine as EmulatedEngine
-from serai.engine_emulator.http_protocol import EmulatorState, HttpConnection
+from serai.engine_emulator.http_protocol import HttpConnection
+from serai.engine_emulator.service import emulated_engine
 from serai.engine_emulator.settings import EmulatorSettings
 from serai.runtime.http1 import Origin
 from serai.simulator.whole.memory_network import MemoryServer
@@ -24,19 +24,16 @@ class SimulatedEngine:
     def __init__(self, loop: VirtualLoop, settings: EmulatorSettings) -> None:
         self._loop = loop
         self.settings = settings
-        engine = EmulatedEngine(
-            settings.timing,
-            step_s=settings.step_ms / 1000,
-            max_concurrency=settings.max_concurrency,
-            loop=loop,
-            clock=loop.time,
-        )
-        self.engine = engine
-        self.state = EmulatorState(settings, engine)
+        self.state = emulated_engine(settings, loop)
         self.exited: asyncio.Future[int] = loop.create_future()
         self.last_lines: list[str] = []
         self._server: MemoryServer | None = None
         self._loading: asyncio.TimerHandle | None = None
+
+    @property
+    def generations(self) -> int:
+        """Those that run or wait in the engine."""
+        return self.state.engine.running + self.state.engine.waiting
 
     def listen_after(self, delay_s: float, port: int) -> None:
         """Until then it loads its model, and its port refuses connections."""

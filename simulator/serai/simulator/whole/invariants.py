@@ -135,9 +135,7 @@ class Invariants:
             self._expect_zero(node, "requests at the desk", desk.in_flight)
         host = node.engines
         if host is not None and host.engine is not None:
-            self._expect_zero(
-                node, "generations in the engine", host.engine.engine.running + host.engine.engine.waiting
-            )
+            self._expect_zero(node, "generations in the engine", host.engine.generations)
 
     def check_stopped(self) -> None:
         """Nothing is left when all nodes have ended."""
