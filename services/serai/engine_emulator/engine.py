@@ -48,6 +48,7 @@ class Engine:
         self._loop = loop
         self._clock = clock or time.monotonic
         self._inside: set[Generation] = set()
+        self._observe_gap = self.measures.between_tokens_s.observe
         self._speaking = False
         self._timer: TimerHandle | None = None
         self._timer_at = 0.0
@@ -156,11 +157,12 @@ class Engine:
         target, said = generation.target, generation.produced
         upto = min(target, tokens)
         if upto > said and (upto == target or generation.completion.stream):
-            generation.reply.say(said, upto - said)
+            new = upto - said
+            generation.reply.say(said, new)
             generation.produced = upto
-            self.totals.generation_tokens += upto - said
+            self.totals.generation_tokens += new
             if said:
-                self.measures.between_tokens_s.observe((now - generation.last_at) / (upto - said), upto - said)
+                self._observe_gap((now - generation.last_at) / new, new)
             else:
                 self._measure_first(generation, upto, now)
             generation.last_at = now
@@ -172,7 +174,7 @@ class Engine:
             if not generation.reply.reach_fault():
                 generation.rests = generation.is_stuck = True
                 return
-            generation.fault = None
+            generation.pass_fault()
             if generation.produced < generation.target:
                 self._say(generation, tokens, now)
                 return

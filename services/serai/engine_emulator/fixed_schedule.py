@@ -18,6 +18,7 @@ class FixedSchedule:
     def __init__(self, timing: FixedTiming, *, step_s: float, slots: int) -> None:
         self._timing = timing
         self._slots = slots
+        self._burst = 1 if timing.tpot_s > 0 else _TOKENS_PER_STEP_MAX
         self._calendar: StepCalendar[Generation] = StepCalendar(step_s)
         self._at_once: deque[Generation] = deque()
         self._running: dict[Generation, None] = {}
@@ -74,13 +75,14 @@ class FixedSchedule:
         return 0.0 if self._at_once else self._calendar.next_at()
 
     def due(self, now: float) -> Iterator[tuple[Generation, int]]:
+        running, add = self._running, self._calendar.add
         for generation in self._in_order(now):
-            if generation not in self._running:
+            if generation not in running:
                 continue
-            yield generation, self._tokens(generation)
-            if generation in self._running and not generation.rests:
-                generation.due_at = self._next_due_at(generation, now)
-                self._calendar.add(generation, generation.due_at)
+            yield generation, (generation.produced + self._burst if generation.completion.stream else generation.target)
+            if generation in running and not generation.rests:
+                generation.due_at = due_at = self._next_due_at(generation, now)
+                add(generation, due_at)
 
     def _admit(self, generation: Generation, now: float) -> None:
         timing = self._timing_of(generation)
@@ -96,12 +98,6 @@ class FixedSchedule:
             yield generation
             while self._at_once:
                 yield self._at_once.popleft()
-
-    def _tokens(self, generation: Generation) -> int:
-        if not generation.completion.stream:
-            return generation.target
-        burst = 1 if self._timing.tpot_s > 0 else _TOKENS_PER_STEP_MAX
-        return min(generation.produced + burst, generation.completion.tokens)
 
     def _next_due_at(self, generation: Generation, now: float) -> float:
         timing = self._timing_of(generation)

@@ -42,12 +42,15 @@ class Generation:
         "sequence",
         "slow_factor",
         "submitted_at",
+        "target",
     )
 
     def __init__(self, completion: Completion, reply: Reply, fault: Fault | None) -> None:
         self.completion = completion
         self.reply = reply
         self.fault = fault if fault is not None and fault.kind is not FaultKind.SLOW else None
+        self.target = completion.tokens if self.fault is None else min(self.fault.tokens, completion.tokens)
+        """How many tokens come before the next thing that is no token: the fault, or the end."""
         self.slow_factor = 1.0
         self.produced = 0
         """Tokens said to the client."""
@@ -64,11 +67,10 @@ class Generation:
         self.due_at = 0.0
         self.sequence: Sequence | None = None
 
-    @property
-    def target(self) -> int:
-        """How many tokens come before the next thing that is no token: the fault, or the end."""
-        total = self.completion.tokens
-        return total if self.fault is None else min(self.fault.tokens, total)
+    def pass_fault(self) -> None:
+        """The fault is done and the answer goes on."""
+        self.fault = None
+        self.target = self.completion.tokens
 
     @property
     def kv_tokens(self) -> int:
