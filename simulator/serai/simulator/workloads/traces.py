@@ -233,7 +233,7 @@ def _opentela(file: Path, skip_uncounted: bool) -> _Rows:
                 uncounted[0], "was not counted by the service", "set `uncounted: skip` to leave such requests out"
             )
         prompt, output = line.tokens(given), line.tokens("reported_token_output")
-        buckets = line.whole_numbers("bucket_ids")[: prompt // BLOCK_TOKENS] if "bucket_ids" in line.fields else ()
+        buckets = line.whole_numbers("bucket_ids") if "bucket_ids" in line.fields else ()
         row = TraceRow(line.time_ns("created_at"), prompt, output, chain(buckets), BLOCK_TOKENS, line.text("model"))
         yield line, "created_at", row
 
