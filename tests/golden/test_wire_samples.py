@@ -28,9 +28,26 @@ from serai.contracts.inference import (
     ResponseEnd,
     ResponseHead,
 )
-from serai.contracts.registry import SnapshotPage, SnapshotRequest
-from serai.contracts.session_record import Draining, Lifecycle, SessionMetadata, SessionRecord
-from serai.contracts.status import SessionStatus
+from serai.contracts.registry import (
+    AllocationEnded,
+    DigestAnswer,
+    DigestRequest,
+    Disconnected,
+    Opinion,
+    OpinionRequest,
+    RegistryBeat,
+    SnapshotPage,
+    SnapshotRequest,
+)
+from serai.contracts.session_record import (
+    Draining,
+    EngineParallelism,
+    GpuDevice,
+    Lifecycle,
+    SessionMetadata,
+    SessionRecord,
+)
+from serai.contracts.status import ProbeAnswer, ProbeRequest, SessionStatus
 
 WIRE = Path(__file__).parent / "wire"
 WRITE = os.environ.get("SERAI_WRITE_GOLDEN") == "1"
@@ -67,9 +84,16 @@ _METADATA = SessionMetadata(
     draining=Draining("wall time", 120.5),
     agent_version="0.1.0",
     labels={"gpu": "GH200"},
+    allocation_ends_at="2026-11-30T18:00:00Z",
+    connection="agent-c0ffee123456",
+    worker_group="night-run",
+    gpus=[GpuDevice("GPU-1b2c3d4e", "NVIDIA GH200 120GB", 102_625_181_696)],
+    parallelism=EngineParallelism(4, 2, 3),
+    kv_tokens_max=524_288,
+    restart_count=1,
 )
-_RECORD = SessionRecord("alps-slurm-4711-0-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
-_STATUS = SessionStatus("alps-slurm-4711-0-c0ffee123456", 42, Lifecycle.SERVING, 5, 1.0, 17, 3_021, 98_765_432)
+_RECORD = SessionRecord("alps-slurm-4711-1-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
+_STATUS = SessionStatus(_RECORD.session, 42, Lifecycle.SERVING, 5, 1.0, 17, 3_021, 98_765_432, 3, 2.5, 3_599.5)
 
 MESSAGES: list[object] = [
     _REQUEST,
@@ -80,8 +104,19 @@ MESSAGES: list[object] = [
     _METADATA,
     _METADATA.draining,
     _STATUS,
-    SnapshotRequest("alps-slurm-4711-0-c0ffee123456"),
-    SnapshotPage([_RECORD], more=True),
+    _METADATA.gpus[0],
+    _METADATA.parallelism,
+    ProbeRequest("alps-slurm-4711-1-c0ffee123456"),
+    ProbeAnswer("alps-slurm-4711-1-c0ffee123456", False, Lifecycle.SERVING, 5, 2.5),
+    RegistryBeat("alps", "5f3a9c01", 7, 2.0, {"alps": 1_234_567_890_123_456_789, "lugano": 17}, 128),
+    DigestRequest("alps"),
+    DigestAnswer("alps", [0, 18_446_744_073_709_551_615]),
+    SnapshotRequest("alps-slurm-4711-1-c0ffee123456", "alps", [7, 255]),
+    SnapshotPage([_RECORD], more=True, silent_s=[0.5], complete_since_s=3_600.0),
+    OpinionRequest("alps-slurm-4711-1-c0ffee123456"),
+    Opinion("alps-slurm-4711-1-c0ffee123456", False, 2.5, "it did not answer a probe"),
+    Disconnected(["alps-slurm-4711-1-c0ffee123456"]),
+    AllocationEnded("alps", "slurm-4711", "job completed", 1),
 ]
 
 _PAYLOADS: dict[FrameKind, tuple[int, bytes]] = {

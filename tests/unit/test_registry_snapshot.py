@@ -70,9 +70,9 @@ def test_a_page_begins_behind_a_session_whether_or_not_it_is_still_known() -> No
 def test_a_request_for_a_page_is_answered_and_bytes_that_are_none_are_not() -> None:
     bus = FakeBus()
     registry = Registry(RegistrySettings(), bus)
-    registry.on_snapshot(Message(SNAPSHOT.name, b"{", "inbox"))
+    registry.on_snapshot(Message(SNAPSHOT.of_site("local"), b"{", "inbox"))
     assert bus.take() == []
-    registry.on_snapshot(Message(SNAPSHOT.name, encode(SnapshotRequest()), "inbox"))
+    registry.on_snapshot(Message(SNAPSHOT.of_site("local"), encode(SnapshotRequest()), "inbox"))
     (answer,) = bus.take()
     assert (answer.subject, decode(SnapshotPage, answer.payload)) == ("inbox", SnapshotPage([]))
 
@@ -84,8 +84,8 @@ def copy_of(answer: Callable[[str], bytes] | None) -> RegistryCopy:
     """A copy whose registry answers a request for the page behind a session with `answer`, or is not there."""
     bus = FakeBus()
     if answer is not None:
-        bus.answers[SNAPSHOT.name] = lambda data: answer(decode(SnapshotRequest, data).after)
-    return RegistryCopy(bus)
+        bus.answers[SNAPSHOT.of_site("local")] = lambda data: answer(decode(SnapshotRequest, data).after)
+    return RegistryCopy(bus, "local")
 
 
 @given(sizes)

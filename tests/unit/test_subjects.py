@@ -57,4 +57,5 @@ def test_a_subject_of_a_session_has_one_token_more_than_its_hop(site: str, alloc
     for subject in (SESSION, STATUS, INFERENCE, CANCEL):
         assert subject.of(session).split(".") == [subject.hop, session]
         assert subject.every == f"{subject.hop}.*"
-    assert SNAPSHOT.name == "registry.snapshot"
+    assert SNAPSHOT.of_site(site).split(".")[:2] == ["registry", "snapshot"]
+    assert len(SNAPSHOT.of_site(site).split(".")) == 3

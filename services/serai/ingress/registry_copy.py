@@ -27,8 +27,9 @@ SNAPSHOT_TIMEOUT_S = 2.0
 class RegistryCopy:
     """Feeds a `RegistryReplica` from the bus."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, site: str) -> None:
         self._bus = bus
+        self._site = site
         self.replica = RegistryReplica()
         self._missed = asyncio.Event()
         self.synced = False
@@ -79,7 +80,7 @@ class RegistryCopy:
         after, more = "", True
         try:
             while more:
-                answer = await self._bus.request(SNAPSHOT.name, encode(SnapshotRequest(after)), SNAPSHOT_TIMEOUT_S)
+                answer = await self._bus.request(SNAPSHOT.of_site(self._site), encode(SnapshotRequest(after)), SNAPSHOT_TIMEOUT_S)
                 page = decode(SnapshotPage, answer.data)
                 for record in page.records:
                     self.replica.merge(record, time.monotonic())

@@ -40,7 +40,7 @@ class Ingress:
         self._settings = settings
         self._bus = bus
         self._access = access
-        self._copy = RegistryCopy(bus)
+        self._copy = RegistryCopy(bus, settings.site)
         self.replica = self._copy.replica
         self._client = InferenceClient(
             bus,

@@ -44,7 +44,7 @@ class Registry:
         subscriptions = [
             await self._bus.subscribe(SESSION.every, self.on_session),
             await self._bus.subscribe(STATUS.every, self.on_status),
-            await self._bus.subscribe(SNAPSHOT.name, self.on_snapshot),
+            await self._bus.subscribe(SNAPSHOT.of_site(self._settings.site), self.on_snapshot),
         ]
         await self._bus.barrier()
         await self._read_bucket()

@@ -8,7 +8,8 @@ opinion. LOADING and DRAINING are metadata, since they can be left again.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from hashlib import sha256
 
@@ -30,6 +31,24 @@ class Draining:
 
     reason: str
     remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDevice:
+    """One GPU of a session."""
+
+    uuid: str
+    name: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParallelism:
+    """How the engine is spread over its GPUs."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,18 @@ class SessionMetadata:
     draining: Draining | None = None
     agent_version: str = ""
     labels: dict[str, str] = field(default_factory=dict)
+    allocation_ends_at: str = ""
+    """When the allocation ends, ISO 8601 in UTC, for people; what decides is `SessionStatus.allocation_remaining_s`."""
+    connection: str = ""
+    """Name of the agent's NATS connection: the server's word that it closed names it."""
+    worker_group: str = ""
+    """Agents that were launched together and for one purpose."""
+    gpus: list[GpuDevice] = field(default_factory=list)
+    parallelism: EngineParallelism = EngineParallelism()
+    kv_tokens_max: int = 0
+    """Size of the engine's KV cache, in tokens; 0 = unknown."""
+    restart_count: int = 0
+    """How often the batch system has requeued the allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +124,55 @@ def join(a: SessionRecord, b: SessionRecord) -> SessionRecord:
     return max(a, b, key=lambda record: msgspec.json.encode(record, order="deterministic"))
 
 
+RECORD_BYTES_MAX = 16 * 1024
+LABELS_MAX = 64
+TEXT_CHARACTERS_MAX = 512
+GPUS_MAX = 64
+
 _SESSION_ID = re.compile(r"[A-Za-z0-9_=-]{1,200}")
+
+
+class BadRecord(ValueError):
+    """A record that no honest agent writes; the text names the field, and says what was expected."""
+
+
+def checked(record: SessionRecord) -> SessionRecord:
+    """`record` itself. Raises BadRecord when a field is out of its bounds, or when the session's id was not made for
+    the site and allocation that the record names (a forged site)."""
+    metadata = record.metadata
+    if not _SESSION_ID.fullmatch(record.session):
+        raise BadRecord(f"session: {record.session[:40]!r} is no session id (1 to 200 of A-Z a-z 0-9 _ - =)")
+    if record.version < 0:
+        raise BadRecord(f"version: {record.version} is below 0")
+    expected = session_prefix(metadata.site, metadata.allocation, metadata.restart_count)
+    if not record.session.startswith(expected):
+        raise BadRecord(f"metadata.site: {metadata.site[:40]!r} is not the site this session was named for")
+    if not metadata.model:
+        raise BadRecord("metadata.model: is empty")
+    progress = metadata.loading_progress
+    if progress is not None and not 0 <= progress <= 1:
+        raise BadRecord(f"metadata.loading_progress: {progress} is not within 0 and 1")
+    if len(metadata.labels) > LABELS_MAX:
+        raise BadRecord(f"metadata.labels: {len(metadata.labels)} labels; at most {LABELS_MAX}")
+    if len(metadata.gpus) > GPUS_MAX:
+        raise BadRecord(f"metadata.gpus: {len(metadata.gpus)} GPUs; at most {GPUS_MAX}")
+    for name, text in _texts(metadata):
+        if len(text) > TEXT_CHARACTERS_MAX:
+            raise BadRecord(f"metadata.{name}: {len(text)} characters; at most {TEXT_CHARACTERS_MAX}")
+    return record
+
+
+def _texts(metadata: SessionMetadata) -> Iterator[tuple[str, str]]:
+    for name in _TEXT_FIELDS:
+        yield name, getattr(metadata, name)
+    for label, value in metadata.labels.items():
+        yield "labels", label
+        yield f"labels[{label[:40]}]", value
+    for gpu in metadata.gpus:
+        yield "gpus", gpu.uuid + gpu.name
+
+
+_TEXT_FIELDS = tuple([field.name for field in fields(SessionMetadata) if field.type == "str"])
 
 
 def new_session_id(site: str, allocation: str, restart_count: int, random_part: str) -> str:
@@ -102,8 +181,12 @@ def new_session_id(site: str, allocation: str, restart_count: int, random_part: 
     A long or odd site or allocation name is shortened to a readable head and a digest; the record's metadata holds
     the full names. The random part makes the id new each time: a session that comes back is another session.
     """
-    session = f"{_readable(site)}-{_readable(allocation)}-{restart_count}-{random_part}"
-    return checked_session_id(session)
+    return checked_session_id(f"{session_prefix(site, allocation, restart_count)}{random_part}")
+
+
+def session_prefix(site: str, allocation: str, restart_count: int) -> str:
+    """What the ids of all sessions of one run of an allocation begin with."""
+    return f"{_readable(site)}-{_readable(allocation)}-{restart_count}-"
 
 
 def checked_session_id(session: str) -> str:

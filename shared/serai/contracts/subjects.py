@@ -1,13 +1,21 @@
 """Subject names and KV buckets, each with the message type that travels on it. No other module spells a subject.
 
-| subject                | from → to              | message                                            |
-|------------------------|------------------------|----------------------------------------------------|
-| `session.<session>`    | agent → all            | `SessionRecord`; the registry acks with the joined one |
-| `status.<session>`     | agent → all            | `SessionStatus`, about once a second, may be lost  |
-| `inference.<session>`  | ingress → one agent    | frames: request, body, credit                      |
-| `cancel.<session>`     | ingress → one agent    | frame: cancel                                      |
-| `<inbox>.<stream>`     | agent → one ingress    | frames: alive, head, data, end, error, body credit |
-| `registry.snapshot`    | anyone → registry      | `SnapshotRequest`, answered with `SnapshotPage`    |
+| subject                    | from → to                  | message                                                |
+|----------------------------|----------------------------|--------------------------------------------------------|
+| `session.<session>`        | agent → all                | `SessionRecord`; its site's registry acks it, joined    |
+| `status.<session>`         | agent → all                | `SessionStatus`, about once a second, may be lost      |
+| `probe.<session>`          | anyone → one agent         | `ProbeRequest`, answered with `ProbeAnswer`            |
+| `inference.<session>`      | ingress → one agent        | frames: request, body, credit                          |
+| `cancel.<session>`         | ingress → one agent        | frame: cancel                                          |
+| `<inbox>.<stream>`         | agent → one ingress        | frames: alive, head, data, end, error, body credit     |
+| `registry.beat.<site>`     | registry → all             | `RegistryBeat`                                         |
+| `registry.digest.<site>`   | anyone → that registry     | `DigestRequest`, answered with `DigestAnswer`          |
+| `registry.snapshot.<site>` | anyone → that registry     | `SnapshotRequest`, answered with `SnapshotPage`        |
+| `registry.opinion.<site>`  | anyone → that registry     | `OpinionRequest`, answered with `Opinion`              |
+| `registry.disconnected.<site>` | registry → all         | `Disconnected`                                         |
+| `registry.ended.<site>`    | batch system → registry    | `AllocationEnded`, answered with the same              |
+
+`<session>` is a token already; `<site>` is made one by `to_token`.
 """
 
 from __future__ import annotations
@@ -17,9 +25,16 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from serai.contracts.inference import Frame
-from serai.contracts.registry import SnapshotRequest
+from serai.contracts.registry import (
+    AllocationEnded,
+    DigestRequest,
+    Disconnected,
+    OpinionRequest,
+    RegistryBeat,
+    SnapshotRequest,
+)
 from serai.contracts.session_record import SessionRecord
-from serai.contracts.status import SessionStatus
+from serai.contracts.status import ProbeRequest, SessionStatus
 
 T = TypeVar("T")
 
@@ -61,15 +76,14 @@ def from_token(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Subject(Generic[T]):
-    """A family of subjects `<hop>.<session>` (or just `<hop>`) and the type of the message on it."""
+    """A family of subjects, `<hop>.<session>` or `<hop>.<site>`, and the type of the message on it."""
 
     hop: str
     message: type[T]
 
-    @property
-    def name(self) -> str:
-        """The subject of a hop that has no session in it."""
-        return self.hop
+    def of_site(self, site: str) -> str:
+        """The subject of one site's registry. Any text is a site's name."""
+        return f"{self.hop}.{to_token(site)}"
 
     def of(self, session: str) -> str:
         """The subject of one session. Session ids are tokens already (`session_record.new_session_id`)."""
@@ -77,7 +91,7 @@ class Subject(Generic[T]):
 
     @property
     def every(self) -> str:
-        """The wildcard that matches this hop for every session."""
+        """The wildcard that matches this hop for every session or site."""
         return f"{self.hop}.*"
 
 
@@ -85,7 +99,15 @@ SESSION: Subject[SessionRecord] = Subject("session", SessionRecord)
 STATUS: Subject[SessionStatus] = Subject("status", SessionStatus)
 INFERENCE: Subject[Frame] = Subject("inference", Frame)
 CANCEL: Subject[Frame] = Subject("cancel", Frame)
+PROBE: Subject[ProbeRequest] = Subject("probe", ProbeRequest)
+
+# Of one site's registry: `of_site`.
+BEAT: Subject[RegistryBeat] = Subject("registry.beat", RegistryBeat)
+DIGEST: Subject[DigestRequest] = Subject("registry.digest", DigestRequest)
 SNAPSHOT: Subject[SnapshotRequest] = Subject("registry.snapshot", SnapshotRequest)
+OPINION: Subject[OpinionRequest] = Subject("registry.opinion", OpinionRequest)
+DISCONNECTED: Subject[Disconnected] = Subject("registry.disconnected", Disconnected)
+ENDED: Subject[AllocationEnded] = Subject("registry.ended", AllocationEnded)
 
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""

@@ -1,7 +1,9 @@
 """A service's own copy of the registry: joined records, and its own opinion of who is alive. No I/O, no clock.
 
-Liveness is judged from the arrival of status messages on the receiver's monotonic clock (`now`, in seconds), so
-clock skew between machines changes nothing. Silence stops routing; it never changes a record.
+Liveness is judged from what reaches this observer, on its monotonic clock (`now`, in seconds), so clock skew between
+machines changes nothing. Three paths tell of a session: its own status messages, a direct probe, and a peer's word
+(a registry that has just heard it). While one of them speaks, it is alive; when all are silent it is SUSPECTED, which
+stops routing and never changes a record.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from serai.contracts.registry_digest import Digest
 from serai.contracts.session_record import Lifecycle, SessionRecord, join
 from serai.contracts.status import SessionStatus
 
-SILENCE_INTERVALS_MAX = 3.5
-"""A session whose status did not come for this many of its own intervals is suspected."""
+DOUBT_INTERVALS = 2.25
+"""A session whose status did not come for this many of its own intervals is asked after, by the two other paths."""
+SILENCE_INTERVALS_MAX = 3.25
+"""After this many without a word on any path it is suspected. With the default interval of a second, and a look every
+quarter of one, that is within the 3.5 s that heartbeats alone may take."""
 
 ROUTABLE_FOR_S = 0.05
 """How long the list of routable sessions of a model is used again, when nothing was heard meanwhile, in seconds."""
@@ -25,10 +31,13 @@ class Sighting:
 
     known_since_s: float
     heard_at_s: float | None = None
-    """None = never heard by this observer: the record came from a store or a snapshot."""
+    """By any path. None = never by this observer: the record came from a store or a snapshot."""
     status: SessionStatus | None = None
     unreachable: bool = False
-    """The bus said that nobody receives what is sent to it; the next status lifts that."""
+    """The bus said that nobody receives what is sent to it, or that its connection has closed; the next word of the
+    session itself lifts that."""
+    asked_at_s: float | None = None
+    """When it was last asked after, since it was last heard."""
 
 
 class RegistryReplica:
@@ -38,6 +47,7 @@ class RegistryReplica:
         self._records: dict[str, SessionRecord] = {}
         self._sightings: dict[str, Sighting] = {}
         self._by_model: dict[str, set[str]] = {}
+        self._digests: dict[str, Digest] = {}
         self._routable: dict[str, tuple[float, list[SessionRecord]]] = {}
         """Per model: when it was worked out, and the answer. Emptied by every change; silence alone shows within
         `ROUTABLE_FOR_S`."""
@@ -52,36 +62,76 @@ class RegistryReplica:
         """All records in the order of their session ids."""
         return [self._records[session] for session in sorted(self._records)]
 
+    def records_of_site(self, site: str) -> list[SessionRecord]:
+        """The records of one site in the order of their session ids."""
+        return [record for record in self.records() if record.metadata.site == site]
+
+    def digest(self, site: str) -> Digest:
+        """The digest of what this copy knows of `site`."""
+        return self._digests.setdefault(site, Digest())
+
+    @property
+    def sites(self) -> list[str]:
+        """Sites of which there are, or were, records."""
+        return sorted(self._digests)
+
     def merge(self, record: SessionRecord, now: float, *, heard: bool = False) -> bool:
         """Joins `record` in; True when that changed this copy. `heard` = the session itself has just said it; a
         record from a store only proves that it was written, and its session is suspected until it is heard."""
-        self._routable.clear()
-        sighting = self._sightings.setdefault(record.session, Sighting(known_since_s=now))
+        sighting = self._sightings.get(record.session)
+        if sighting is None:
+            sighting = self._sightings[record.session] = Sighting(known_since_s=now)
         if heard:
-            sighting.heard_at_s = now
+            self._heard(sighting, now)
+            sighting.unreachable = False
         known = self._records.get(record.session)
         joined = record if known is None else join(known, record)
         if joined is known:
             return False
-        if known is not None and known.metadata.model != joined.metadata.model:
-            self._by_model[known.metadata.model].discard(record.session)
-        self._records[record.session] = joined
-        self._by_model.setdefault(joined.metadata.model, set()).add(record.session)
+        self._replace(known, joined)
         return True
+
+    def _replace(self, known: SessionRecord | None, joined: SessionRecord | None) -> None:
+        self._routable.clear()
+        if known is not None:
+            self.digest(known.metadata.site).remove(known)
+            there = self._by_model[known.metadata.model]
+            there.discard(known.session)
+            if not there:
+                del self._by_model[known.metadata.model]
+        if joined is not None:
+            self.digest(joined.metadata.site).add(joined)
+            self._records[joined.session] = joined
+            self._by_model.setdefault(joined.metadata.model, set()).add(joined.session)
+
+    def _heard(self, sighting: Sighting, now: float) -> None:
+        if sighting.heard_at_s is None or sighting.asked_at_s is not None or sighting.unreachable:
+            self._routable.clear()
+        sighting.heard_at_s = now if sighting.heard_at_s is None else max(now, sighting.heard_at_s)
+        sighting.asked_at_s = None
 
     def hear(self, status: SessionStatus, now: float) -> bool:
         """Notes a status; True when its record is unknown here or newer than this copy, and should be asked for."""
-        self._routable.clear()
         sighting = self._sightings.get(status.session)
         if sighting is None:
             return True
-        if sighting.status is not None and status.sequence <= sighting.status.sequence:
+        before = sighting.status
+        if before is not None and status.sequence <= before.sequence:
             return False
-        sighting.heard_at_s = now
+        self._heard(sighting, now)
+        if sighting.unreachable or before is None or before.stalled_s != status.stalled_s:
+            self._routable.clear()
         sighting.status = status
         sighting.unreachable = False
         known = self._records[status.session]
         return (status.lifecycle, status.version) > (known.lifecycle, known.version)
+
+    def vouch(self, session: str, now: float, *, silent_s: float = 0.0) -> None:
+        """Another path says that `session` was alive `silent_s` seconds ago: a probe it answered, or a peer that has
+        heard it. Does not lift `unreachable`, which is the bus's own word."""
+        sighting = self._sightings.get(session)
+        if sighting is not None:
+            self._heard(sighting, now - silent_s)
 
     def unreachable(self, session: str) -> None:
         """Nobody receives what is sent to `session` now: stop routing to it until it is heard again."""
@@ -89,38 +139,88 @@ class RegistryReplica:
         if sighting := self._sightings.get(session):
             sighting.unreachable = True
 
+    def doubtful(self, now: float) -> list[str]:
+        """Sessions that have been silent for long enough to be asked after, each once per silence; they count as
+        asked from now on."""
+        found = []
+        for session, sighting in self._sightings.items():
+            if sighting.heard_at_s is None or sighting.asked_at_s is not None:
+                continue
+            record = self._records[session]
+            if record.lifecycle is Lifecycle.LEFT:
+                continue
+            if now - sighting.heard_at_s > DOUBT_INTERVALS * _interval_s(sighting):
+                sighting.asked_at_s = now
+                found.append(session)
+        return sorted(found)
+
     def suspected(self, session: str, now: float) -> bool:
         """This observer's opinion, never part of a record."""
         sighting = self._sightings.get(session)
         if sighting is None or sighting.heard_at_s is None or sighting.unreachable:
             return True
-        interval_s = sighting.status.interval_s if sighting.status else 1.0
-        return now - sighting.heard_at_s > SILENCE_INTERVALS_MAX * interval_s
+        return now - sighting.heard_at_s > SILENCE_INTERVALS_MAX * _interval_s(sighting)
+
+    def stalled_s(self, session: str) -> float:
+        """For how long the session's engine has made no progress, by its own word; 0 = it works or is idle."""
+        sighting = self._sightings.get(session)
+        return sighting.status.stalled_s if sighting is not None and sighting.status is not None else 0.0
+
+    def is_unreachable(self, session: str) -> bool:
+        """Whether the bus's last word is that the session is not connected."""
+        sighting = self._sightings.get(session)
+        return sighting is not None and sighting.unreachable
 
     def silent_s(self, session: str, now: float) -> float:
         """Seconds since `session` was last heard, or since this observer has known of it."""
         sighting = self._sightings[session]
         return now - (sighting.known_since_s if sighting.heard_at_s is None else sighting.heard_at_s)
 
+    def heard_ago_s(self, session: str, now: float) -> float | None:
+        """Seconds since `session` was last heard by any path; None = never by this observer."""
+        sighting = self._sightings.get(session)
+        return None if sighting is None or sighting.heard_at_s is None else now - sighting.heard_at_s
+
     def status(self, session: str) -> SessionStatus | None:
         sighting = self._sightings.get(session)
         return sighting.status if sighting else None
 
     def routable(self, model: str, now: float) -> list[SessionRecord]:
-        """Sessions that may be sent a request for `model`: serving, not draining, not suspected; sorted by id."""
+        """Sessions that may be sent a request for `model`: serving, not draining, not stalled, not suspected; sorted
+        by id."""
         known = self._routable.get(model)
         if known is not None and 0 <= now - known[0] < ROUTABLE_FOR_S:
             return known[1]
         routable = [
             record
             for session in sorted(self._by_model.get(model, ()))
-            if (record := self._records[session]).lifecycle is Lifecycle.SERVING
-            and record.metadata.draining is None
-            and not self.suspected(session, now)
+            if self.why_not_routable(session, now) is None
+            for record in (self._records[session],)
         ]
         if routable:  # Names that nobody serves come from clients, and there is no end of them.
             self._routable[model] = (now, routable)
         return routable
+
+    def why_not_routable(self, session: str, now: float) -> str | None:
+        """The first reason why `session` gets no requests from this observer, in plain words; None when it does."""
+        record = self._records.get(session)
+        if record is None:
+            return "not known here"
+        if record.lifecycle is not Lifecycle.SERVING:
+            phase = record.metadata.loading_phase
+            return f"its lifecycle is {record.lifecycle.name}{f' ({phase})' if phase else ''}"
+        if record.metadata.draining is not None:
+            return f"it is draining: {record.metadata.draining.reason}"
+        sighting = self._sightings[session]
+        if sighting.heard_at_s is None:
+            return "its record is known, but no sign of life has come yet"
+        if sighting.unreachable:
+            return "its connection to NATS has closed; its next sign of life lifts that"
+        if self.suspected(session, now):
+            return f"it is suspected: no sign of life on any path for {now - sighting.heard_at_s:.1f} s"
+        if sighting.status is not None and sighting.status.stalled_s > 0:
+            return f"its engine has made no progress for {sighting.status.stalled_s:.1f} s"
+        return None
 
     def models(self, now: float) -> list[str]:
         """Names that have at least one routable session."""
@@ -132,11 +232,12 @@ class RegistryReplica:
 
     def forget(self, sessions: Iterable[str]) -> None:
         """Drops records for good. Only for those that LEFT so long ago that nobody can bring them back."""
-        self._routable.clear()
         for session in sessions:
             record = self._records.pop(session, None)
             self._sightings.pop(session, None)
             if record is not None:
-                self._by_model[record.metadata.model].discard(session)
-                if not self._by_model[record.metadata.model]:
-                    del self._by_model[record.metadata.model]
+                self._replace(record, None)
+
+
+def _interval_s(sighting: Sighting) -> float:
+    return sighting.status.interval_s if sighting.status else 1.0
