@@ -14,23 +14,51 @@ from pathlib import Path
 
 import nkeys
 
-from serai.contracts.subjects import CANCEL, INFERENCE, SESSION, SESSIONS_BUCKET, SNAPSHOT, STATUS
+from serai.contracts.subjects import (
+    BEAT,
+    CANCEL,
+    DIGEST,
+    DISCONNECTED,
+    ENDED,
+    INFERENCE,
+    OPINION,
+    PROBE,
+    SESSION,
+    SESSIONS_BUCKET,
+    SNAPSHOT,
+    STATUS,
+)
+
+_READ_REGISTRY = [DIGEST.every, SNAPSHOT.every, OPINION.every, PROBE.every]
+_HEAR_REGISTRY = [SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every]
 
 _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # role: (may publish, may subscribe)
     "ingress": (
-        [INFERENCE.every, CANCEL.every, SNAPSHOT.name],
-        [SESSION.every, STATUS.every, "_INBOX_ingress.>"],
+        [INFERENCE.every, CANCEL.every, *_READ_REGISTRY],
+        [*_HEAR_REGISTRY, "_INBOX_ingress.>"],
     ),
     "registry": (
-        [SESSION.every, "_INBOX_agent.>", "_INBOX_ingress.>", "$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
-        [SESSION.every, STATUS.every, SNAPSHOT.name, "_INBOX_registry.>"],
+        [
+            *[SESSION.every, BEAT.every, DISCONNECTED.every, *_READ_REGISTRY],
+            *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>"],
+            *["$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
+        ],
+        [*_HEAR_REGISTRY, DIGEST.every, SNAPSHOT.every, OPINION.every, ENDED.every, "_INBOX_registry.>"],
     ),
     "agent": (
         # Answers go to ingress inboxes, whose names cannot be guessed. Not allow_responses: the server would keep
         # every reply subject until it expires, and walk them all each second.
-        [SESSION.every, STATUS.every, "_INBOX_ingress.>"],
-        [SESSION.every, INFERENCE.every, CANCEL.every, "_INBOX_agent.>"],
+        [
+            *[SESSION.every, STATUS.every, PROBE.every],
+            *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>"],
+        ],
+        [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, "_INBOX_agent.>"],
+    ),
+    # `serai registry …` and `serai health`: they look, and pass on the batch system's word.
+    "tools": (
+        [*_READ_REGISTRY, ENDED.every],
+        [*_HEAR_REGISTRY, "_INBOX_tools.>"],
     ),
 }
 
