@@ -1,0 +1,220 @@
+"""The same requests to real emulated engines, over HTTP, and to the fast simulator.
+
+Both run the same batch scheduler with the same step times; what is judged is everything else: that a step in real time
+takes what it should, that requests get in and tokens out when they should, that nothing is lost on the way. The client
+sends each request at its time to the engines in turn, directly, over loopback, with a connection of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from serai.bench.processes import BenchFailed, Processes
+from serai.bench.stand import get
+from serai.engine_emulator.modelled import ModelFlags, modelled_engine
+from serai.ingress.routing import RoundRobin
+from serai.performance.roofline import RooflineModel
+from serai.simulator.fast.cluster import simulate
+from serai.simulator.fast.instance import InstanceSpec
+from serai.simulator.fast.routed import Routed
+from serai.simulator.fast.run import NS
+from serai.simulator.outcomes import LatencyDefinition, Outcome, Outcomes, SloTarget, attainment
+from serai.simulator.summary import Spread, spread, tpots_s, ttfts_s
+from serai.simulator.workloads.fields import workload_from_fields
+from serai.simulator.workloads.workload import Arrival
+from serai.worker_agent.engine.process import free_port
+
+MODEL = "meta-llama/Llama-3.1-70B"
+GPU, TENSOR, ENGINES = "a800", 4, 4
+RATE_PER_S = 10.0
+FLAGS = ModelFlags(MODEL, GPU, tp=TENSOR, max_num_batched_tokens=2048, prefix_cache=False)
+TARGETS = (SloTarget(0.15, 0.045), SloTarget(0.5, 0.035), SloTarget(0.2, 0.040))
+"""Targets that about half to nine tenths of the requests meet: where nobody fails, everybody agrees. One is tight in
+TTFT, one in TPOT, one is moderate in both."""
+_TOKEN = b'"text":" '
+"""Each token of the emulated engine begins with a space, and its stream has no spaces after colons."""
+_START_S = 60.0
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """Both sides of one run."""
+
+    live: Outcomes
+    simulated: Outcomes
+    late_sends_s_max: float
+    """The longest that a request was sent after its time: the client's own fault."""
+
+    def latencies(self) -> dict[str, tuple[Spread, Spread]]:
+        """TTFT and TPOT of the live and of the simulated side, by the industry's definition."""
+        definition = LatencyDefinition.INDUSTRY
+        return {
+            side: (spread(ttfts_s(outcomes, definition)), spread(tpots_s(outcomes, definition)))
+            for side, outcomes in (("live", self.live), ("simulated", self.simulated))
+        }
+
+    def gap_points(self, slo: SloTarget) -> float:
+        """Simulated attainment less measured, in percentage points. By the industry's definition: a client cannot see
+        when decoding began."""
+        said, known = self.attainments(slo)
+        return (said - known) * 100
+
+    def attainments(self, slo: SloTarget) -> tuple[float, float]:
+        """Of the simulated and of the live side."""
+        definition = LatencyDefinition.INDUSTRY
+        return attainment(self.simulated, slo, definition), attainment(self.live, slo, definition)
+
+
+def chat(duration_s: float, seed: int) -> list[Arrival]:
+    """ShareGPT-like requests at random times; the longest answers are cut, so that a run ends soon after its last
+    request."""
+    return list(
+        workload_from_fields(
+            {
+                "seed": seed,
+                "arrivals": {"process": "poisson", "rate_per_s": RATE_PER_S, "duration_s": duration_s},
+                "lengths": {
+                    "prompt": {"log-normal": {"mean": 344, "median": 148, "maximum": 4096}},
+                    "output": {"log-normal": {"mean": 200, "median": 150, "maximum": 800}},
+                },
+            }
+        )
+    )
+
+
+def simulated(arrivals: Sequence[Arrival]) -> Outcomes:
+    """What the fast simulator says of them."""
+    engine = modelled_engine(FLAGS)
+    assert isinstance(engine.model, RooflineModel)
+    spec = InstanceSpec(engine.model, engine.batch)
+    return simulate([spec] * ENGINES, arrivals, Routed(RoundRobin, range(ENGINES))).outcomes
+
+
+class LiveEngines:
+    """Emulated engines as processes, at real speed. Leaving the context ends them."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self._processes = Processes(log_folder)
+        self.ports: list[int] = []
+
+    def __enter__(self) -> LiveEngines:
+        try:
+            children = []
+            for number in range(ENGINES):
+                port, name = free_port(), f"engine-{number}"
+                children.append((name, port, self._processes.start(name, _command(port))))
+                self.ports.append(port)
+            for name, port, child in children:
+                self._processes.wait_until(name, child, partial(_answers, port), _START_S)
+        except BaseException:
+            self._processes.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.stop()
+
+    def run(self, arrivals: Sequence[Arrival]) -> LiveRun:
+        """Send `arrivals` at their times. Raises BenchFailed when an answer is not whole."""
+        live, late_s = asyncio.run(_client(self.ports, arrivals))
+        return LiveRun(live, simulated(arrivals), late_s)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return bool(get(port, "/v1/models"))
+    except OSError:
+        return False
+
+
+def _command(port: int) -> list[str]:
+    flags = {
+        "--model": MODEL,
+        "--gpu": GPU,
+        "--tp": str(TENSOR),
+        "--max-num-batched-tokens": str(FLAGS.max_num_batched_tokens),
+        "--max-num-seqs": str(FLAGS.max_num_seqs),
+        "--port": str(port),
+    }
+    pairs = [word for pair in flags.items() for word in pair]
+    return [sys.executable, "-m", "serai.cli.main", "engine", "emulate", *pairs, "--no-prefix-cache"]
+
+
+async def _client(ports: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Outcomes, float]:
+    loop = asyncio.get_running_loop()
+    begin_s = loop.time() + 0.5
+    results: list[Outcome | None] = [None] * len(arrivals)
+    late_s = 0.0
+    async with asyncio.TaskGroup() as group:
+        for number, arrival in enumerate(arrivals):
+            due_s = begin_s + arrival.at_ns / NS
+            message = _request(arrival)
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            late_s = max(late_s, loop.time() - due_s)
+            instance = number % len(ports)
+            group.create_task(_ask(ports[instance], message, arrival, begin_s, instance, number, results))
+    return Outcomes(result for result in results if result is not None), late_s
+
+
+async def _ask(
+    port: int,
+    message: bytes,
+    arrival: Arrival,
+    begin_s: float,
+    instance: int,
+    number: int,
+    results: list[Outcome | None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message)
+    tokens, first_s, last_s, longest_s, tail = 0, 0.0, 0.0, 0.0, b""
+    try:
+        while data := await reader.read(65536):
+            now_s = loop.time()
+            seen = tail + data
+            said = seen.count(_TOKEN)
+            tail = seen[1 - len(_TOKEN) :]
+            if said:
+                if tokens:
+                    longest_s = max(longest_s, now_s - last_s)
+                else:
+                    first_s = now_s
+                tokens, last_s = tokens + said, now_s
+    finally:
+        writer.close()
+    if tokens != arrival.output_tokens:
+        raise BenchFailed(f"request {number}: {tokens} tokens came of {arrival.output_tokens}; {tail[:200]!r}")
+    results[number] = Outcome(
+        arrival.at_ns,
+        arrival.prompt_tokens,
+        arrival.output_tokens,
+        instance,
+        round((first_s - begin_s) * NS),
+        None,
+        round((last_s - begin_s) * NS),
+        itl_max_ns=round(longest_s * NS),
+    )
+
+
+def _request(arrival: Arrival) -> bytes:
+    """A completion request whose prompt the emulated tokenizer counts as asked for."""
+    prompt = "abc " * arrival.prompt_tokens
+    assert len(prompt) == arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
+    fields = {"model": MODEL, "prompt": prompt, "max_tokens": arrival.output_tokens, "stream": True}
+    body = json.dumps(fields).encode()
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Content-Type: application/json",
+        "Connection: close",
+        f"Content-Length: {len(body)}",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + body
