@@ -186,3 +186,54 @@ def test_copies_that_merged_the_same_records_are_equal(merged: list[SessionRecor
     for record in data.draw(st.permutations(merged)):
         other.merge(record, 0.0)
     assert one.records() == other.records()
+
+
+def test_a_silent_session_is_asked_after_once_and_its_answer_counts_as_a_word(replica: RegistryReplica) -> None:
+    assert replica.doubtful(102.0) == []
+    assert replica.doubtful(102.5) == ["s1"]
+    assert replica.doubtful(102.6) == []
+    replica.vouch("s1", 102.7)
+    assert not replica.suspected("s1", 105.0)
+    assert replica.doubtful(105.0) == ["s1"]
+    assert replica.suspected("s1", 106.0)
+
+
+def test_a_peer_s_word_is_as_old_as_the_peer_says(replica: RegistryReplica) -> None:
+    replica.vouch("s1", 110.0, silent_s=3.0)
+    assert replica.heard_ago_s("s1", 110.0) == 3.0
+    assert not replica.suspected("s1", 110.0)
+    replica.vouch("s1", 111.0, silent_s=60.0)
+    assert replica.heard_ago_s("s1", 111.0) == 4.0, "an older word takes nothing back"
+
+
+def test_the_bus_s_word_that_nobody_is_there_outweighs_a_peer_s(replica: RegistryReplica) -> None:
+    replica.unreachable("s1")
+    replica.vouch("s1", 100.5)
+    assert replica.why_not_routable("s1", 100.5) == (
+        "its connection to NATS has closed; its next sign of life lifts that"
+    )
+    replica.hear(status_of(), 101.0)
+    assert routable(replica, 101.0) == ["s1"]
+
+
+def test_a_stalled_engine_gets_no_requests_until_it_moves_again(replica: RegistryReplica) -> None:
+    replica.hear(status_of(stalled_s=2.6), 100.5)
+    assert routable(replica, 100.5) == []
+    assert replica.why_not_routable("s1", 100.5) == "its engine has made no progress for 2.6 s"
+    replica.hear(status_of(sequence=2), 101.0)
+    assert routable(replica, 101.0) == ["s1"]
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (record_of("s2", Lifecycle.JOIN), "its lifecycle is JOIN"),
+        (record_of("s2", Lifecycle.LEFT), "its lifecycle is LEFT"),
+        (record_of("s2"), "its record is known, but no sign of life has come yet"),
+    ],
+)
+def test_why_a_session_is_not_routed_to(replica: RegistryReplica, record: SessionRecord, why: str) -> None:
+    replica.merge(record, 100.0)
+    assert replica.why_not_routable("s2", 100.0) == why
+    assert replica.why_not_routable("s3", 100.0) == "not known here"
+    assert replica.why_not_routable("s1", 100.0) is None
