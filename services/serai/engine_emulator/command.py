@@ -11,9 +11,8 @@ import uvloop
 from serai.engine_emulator import service
 from serai.engine_emulator.batching.settings import BatchMode
 from serai.engine_emulator.faults import BadFault, Fault, FaultKind, parse_fault
-from serai.engine_emulator.modelled import CannotModel, EngineName, ModelFlags, ModelledEngine, modelled_engine
+from serai.engine_emulator.model_flags import CannotModel, EngineName, ModelFlags, ModelledEngine
 from serai.engine_emulator.settings import BadSettings, EmulatorSettings
-from serai.performance.quantisation import KvFormat, WeightFormat
 
 _DEFAULT_GPU = "h100"
 _NEEDS_GPU = (
@@ -75,8 +74,8 @@ def _add_modelled(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--card", "--hf-config", metavar="NAME|FILE", help="shipped model or a config.json (--model)")
     group.add_argument("--tp", type=int, help="tensor parallelism (1)")
     group.add_argument("--pp", type=int, help="pipeline parallelism (1)")
-    group.add_argument("--weights", choices=[f.value for f in WeightFormat], help="format of weights (as stored)")
-    group.add_argument("--kv-format", choices=[f.value for f in KvFormat], help="format of keys and values")
+    group.add_argument("--weights", metavar="FORMAT", help="of weights: bf16, fp8, int4, … (as stored)")
+    group.add_argument("--kv-format", metavar="FORMAT", help="of keys and values: bf16, fp8 (as stored)")
     group.add_argument("--mode", type=BatchMode, choices=list(BatchMode),
                        help="what shares a step (vllm: mixed; sglang: prefill-first)")  # fmt: skip
     group.add_argument("--max-num-seqs", type=int, help="requests that run at once (256)")
@@ -120,6 +119,8 @@ def _modelled(arguments: argparse.Namespace) -> ModelledEngine | None:
         kv_tokens=arguments.kv_tokens,
         **given,
     )
+    from serai.engine_emulator.modelled import modelled_engine  # fixed timing starts without the cost model
+
     return modelled_engine(flags)
 
 

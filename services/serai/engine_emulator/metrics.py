@@ -12,7 +12,7 @@ import orjson
 
 from serai.engine_emulator.batching.engine import BatchEngine
 from serai.engine_emulator.measures import Histogram
-from serai.engine_emulator.modelled import EngineName
+from serai.engine_emulator.model_flags import EngineName
 from serai.engine_emulator.state import EmulatorState
 
 Numbers = dict[str, float]

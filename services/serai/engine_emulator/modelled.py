@@ -1,14 +1,13 @@
-"""The engine that is emulated when its GPU is named: a model on GPUs in the cost model, and how it batches."""
+"""From flags to the engine they describe: card, GPU, split and formats, and how it batches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import orjson
 
 from serai.engine_emulator.batching.settings import BadBatchSettings, BatchMode, BatchSettings
+from serai.engine_emulator.model_flags import CannotModel, EngineName, ModelFlags, ModelledEngine
 from serai.performance.hardware import UnknownHardware, find_gpu
 from serai.performance.latency_profile import profile_for
 from serai.performance.memory import BadParallelism, Parallelism, weight_bytes_per_gpu
@@ -17,51 +16,7 @@ from serai.performance.quantisation import KvFormat, Quantisation, WeightFormat
 from serai.performance.roofline import RooflineModel
 from serai.performance.shipped_models import shipped_card
 
-
-class EngineName(StrEnum):
-    """Whose metric names, endpoints and habits are shown."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
-class CannotModel(ValueError):
-    """No such engine can be; one line that names the flag and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFlags:
-    """What is said on the command line about the engine to be modelled. None: the engine's own habit."""
-
-    model: str
-    gpu: str
-    card: str | None = None
-    tp: int = 1
-    pp: int = 1
-    weights: str | None = None
-    kv_format: str | None = None
-    engine: EngineName = EngineName.VLLM
-    mode: BatchMode | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    chunk: int | None = None
-    """0: whole prompts."""
-    prefix_cache: bool = True
-    kv_tokens: int | None = None
-    speed: float = 1.0
-    step_noise: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelledEngine:
-    """A model on GPUs under an engine, ready to run."""
-
-    model: RooflineModel
-    batch: BatchSettings
-    speed: float
-    """Steps take their time divided by this."""
-    step_noise: float
-    """Standard deviation of the factor, of mean 1, that each step's duration gets."""
+__all__ = ["CannotModel", "ModelFlags", "ModelledEngine", "modelled_engine"]
 
 
 def modelled_engine(flags: ModelFlags) -> ModelledEngine:
@@ -87,7 +42,7 @@ def _model(flags: ModelFlags) -> RooflineModel:
             gpu,
             Parallelism(flags.tp, flags.pp),
             profile=profile,
-            quantisation=_formats(card.quantisation, flags.weights, flags.kv_format),
+            quantisation=_formats(card.quantisation, flags),
         )
     except BadParallelism as error:
         raise CannotModel(f"--tp {flags.tp} --pp {flags.pp}: {error}") from error
@@ -120,10 +75,14 @@ def _config(path: Path) -> dict[str, object]:
     return config
 
 
-def _formats(stored: Quantisation, weights: str | None, kv: str | None) -> Quantisation:
-    cache = KvFormat(kv) if kv else stored.kv
-    if weights:
-        return Quantisation.uniform(WeightFormat(weights), cache)
+def _formats(stored: Quantisation, flags: ModelFlags) -> Quantisation:
+    if flags.kv_format is not None and flags.kv_format not in list(KvFormat):
+        raise CannotModel(f"--kv-format must be one of {', '.join(KvFormat)}, not {flags.kv_format}")
+    if flags.weights is not None and flags.weights not in list(WeightFormat):
+        raise CannotModel(f"--weights must be one of {', '.join(WeightFormat)}, not {flags.weights}")
+    cache = KvFormat(flags.kv_format) if flags.kv_format else stored.kv
+    if flags.weights:
+        return Quantisation.uniform(WeightFormat(flags.weights), cache)
     return Quantisation(stored.attention, stored.dense, stored.experts, cache)
 
 

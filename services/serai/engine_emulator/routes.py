@@ -13,9 +13,10 @@ from serai.engine_emulator import metrics
 from serai.engine_emulator.batching.settings import BatchMode
 from serai.engine_emulator.completion import RequestRefused
 from serai.engine_emulator.faults import FaultKind, fault_from_fields
-from serai.engine_emulator.modelled import EngineName
+from serai.engine_emulator.model_flags import EngineName
 from serai.engine_emulator.state import EmulatorState, HttpRequest
-from serai.runtime.version import VERSION
+
+_VERSION = "emulated"
 
 Handler = Callable[[EmulatorState, HttpRequest], bytes | str]
 
@@ -65,7 +66,7 @@ def _metrics(state: EmulatorState, request: HttpRequest) -> str:
 
 
 def _version(state: EmulatorState, request: HttpRequest) -> bytes:
-    return orjson.dumps({"version": f"emulated-{VERSION}"})
+    return orjson.dumps({"version": _VERSION})
 
 
 def _vllm_load(state: EmulatorState, request: HttpRequest) -> bytes:
@@ -73,13 +74,13 @@ def _vllm_load(state: EmulatorState, request: HttpRequest) -> bytes:
 
 
 def _loads(state: EmulatorState, request: HttpRequest) -> bytes:
-    return orjson.dumps({"version": f"emulated-{VERSION}", "dp_rank_count": 1, "loads": [metrics.load(state)]})
+    return orjson.dumps({"version": _VERSION, "dp_rank_count": 1, "loads": [metrics.load(state)]})
 
 
 def _server_info(state: EmulatorState, request: HttpRequest) -> bytes:
     settings, load = state.settings, metrics.load(state)
     info: dict[str, Any] = {
-        "version": f"emulated-{VERSION}",
+        "version": _VERSION,
         "served_model_name": settings.model,
         "max_total_num_tokens": settings.kv_tokens_total,
         "context_length": settings.context_tokens_max,

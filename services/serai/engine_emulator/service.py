@@ -18,7 +18,7 @@ from serai.engine_emulator.faults import FaultKind
 from serai.engine_emulator.fixed_schedule import FixedSchedule
 from serai.engine_emulator.http_protocol import HttpConnection
 from serai.engine_emulator.measures import Measures
-from serai.engine_emulator.modelled import ModelledEngine
+from serai.engine_emulator.model_flags import ModelledEngine
 from serai.engine_emulator.schedule import Schedule
 from serai.engine_emulator.settings import EmulatorSettings
 from serai.engine_emulator.state import EmulatorState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serai.engine_emulator.faults import Fault
-from serai.engine_emulator.modelled import EngineName, ModelledEngine
+from serai.engine_emulator.model_flags import EngineName, ModelledEngine
 from serai.engine_emulator.timing import FixedTiming
 
 FIXED_KV_TOKENS = 1_048_576
