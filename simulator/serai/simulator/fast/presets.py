@@ -23,7 +23,7 @@ from serai.simulator.fast.disaggregated import Disaggregated
 from serai.simulator.fast.dispatch import Dispatch
 from serai.simulator.fast.instance import InstanceSpec, Role
 from serai.simulator.fast.routed import Routed, routing_policy
-from serai.simulator.fast.step_times import SlowerSteps
+from serai.simulator.fast.step_times import SlowerSteps, StepEnergy
 
 
 class UnknownPreset(ValueError):
@@ -185,10 +185,13 @@ def instance_spec(
     capacity = model.kv_capacity_tokens() if kv_tokens is None else kv_tokens
     if capacity < 16:
         raise ValueError("the weights leave no room for a KV cache: use more or larger GPUs per instance (tp)")
-    energy = model.energy_j if isinstance(model, RooflineModel) else None
-    idle_w = model.gpu.idle_power_w * model.parallelism.gpus if isinstance(model, RooflineModel) else 0.0
     slower = with_overheads(model, overheads)
-    return InstanceSpec(slower, preset.settings(capacity), gpus=gpus, energy_j=energy, idle_power_w=idle_w)
+    settings = preset.settings(capacity)
+    if not isinstance(model, RooflineModel):
+        return InstanceSpec(slower, settings, gpus=gpus)
+    waiting = model if overheads.step_s is None else model.with_overheads(step_s=overheads.step_s)
+    idle_w = model.gpu.idle_power_w * model.parallelism.gpus
+    return InstanceSpec(slower, settings, gpus=gpus, energy_j=StepEnergy(waiting.energy_j), idle_power_w=idle_w)
 
 
 def _roles(name: str, prefill: int, decode: int, instances_per_node: int) -> list[tuple[Role, int]]:
