@@ -90,7 +90,7 @@ class Lane(Generic[T]):
             self._send_under_stress(item, at_s, self.stress)
             return
         self._last_arrival_s = at_s = max(self._last_arrival_s, at_s)
-        self._loop.call_at(at_s, self._on_arrival, self._epoch, item, context=self._context)
+        self._loop.post(at_s, self._context, self._on_arrival, self._epoch, item)
 
     def freeze(self) -> None:
         """Nothing arrives until `thaw`: a partition that TCP bears, or a process that does not read."""
@@ -110,6 +110,10 @@ class Lane(Generic[T]):
         count = len(self._kept)
         self._kept.clear()
         return count
+
+    @property
+    def frozen(self) -> bool:
+        return self._frozen
 
     @property
     def kept(self) -> list[T]:
@@ -134,4 +138,4 @@ class Lane(Generic[T]):
         else:
             self._last_arrival_s = at_s = max(self._last_arrival_s, at_s)
         for _ in range(copies):
-            self._loop.call_at(at_s, self._on_arrival, self._epoch, item, context=self._context)
+            self._loop.post(at_s, self._context, self._on_arrival, self._epoch, item)

@@ -194,7 +194,7 @@ class MemoryTransport(asyncio.Transport):
             return
         delay_s = self._network.latency(self._local[0], self._remote[0])
         self._last_arrival_s = max(self._last_arrival_s, self._loop.time() + delay_s)
-        self._loop.call_at(self._last_arrival_s, peer._arrive, item, context=peer._context)
+        self._loop.post(self._last_arrival_s, peer._context, peer._arrive, item)
 
     def _confirmed(self, size: int) -> None:
         """The other end has read `size` bytes: the window moves."""

@@ -43,6 +43,8 @@ PENDING_BYTES_MAX = 64 * 1024 * 1024
 PING_EVERY_S = 10.0
 PINGS_OUTSTANDING = 2
 """As `runtime.nats_bus` sets them: after the third unanswered ping the client gives the connection up."""
+REMEMBERED_SUBJECTS = 100_000
+"""Of each side of a link: whether the far side wants them."""
 SERVER_STALE_S = 240.0
 """A server drops a connection that answers no pings after so long (2 minutes, twice)."""
 JETSTREAM_TIMEOUT_S = 5.0
@@ -119,9 +121,11 @@ class _Session:
             case ("SUB", interest):
                 made = self.registered[interest] = _Registration(interest, self)
                 self.server._interests.add(made)
+                self.server._interest.epoch += 1
             case ("UNSUB", interest):
                 if known := self.registered.pop(interest, None):
                     self.server._interests.remove(known)
+                    self.server._interest.epoch += 1
             case ("CALL", work, done):
                 self._answer(work, done)
             case ("CLOSE",):
@@ -148,6 +152,9 @@ class _Session:
 
     def deliver(self, interest: _Interest, message: Message) -> None:
         """From the server to the client, unless too much waits there already."""
+        if self.server.one_hop and not self.down.frozen:
+            self.bus._deliver(interest, message)
+            return
         self.down.send(("MSG", interest, message))
         kept = self.down.kept
         if kept and sum(len(item[2].data) for item in kept if item[0] == "MSG") > PENDING_BYTES_MAX:
@@ -211,6 +218,16 @@ def matches(pattern: str, subject: str) -> bool:
     return len(wanted) == len(given)
 
 
+class _InterestEpoch:
+    """Counts changes of who subscribes to what, anywhere in one tree of servers: while it stands still, what a link
+    knows of the far side's interest holds."""
+
+    __slots__ = ("epoch",)
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+
 class NatsLink:
     """A leaf-node connection between two servers."""
 
@@ -218,6 +235,8 @@ class NatsLink:
         self.ends = (one, other)
         self.up = True
         chance = Random(f"{one.seed}/{one.name}-{other.name}")
+        self._wanted: dict[SimulatedNats, dict[str, bool]] = {one: {}, other: {}}
+        self._wanted_epoch = -1
         self._lanes = {
             one: Lane[Message](one.loop, delay, chance, lambda message: other._arrive(message, self)),
             other: Lane[Message](one.loop, delay, chance, lambda message: one._arrive(message, self)),
@@ -226,18 +245,33 @@ class NatsLink:
     def cut(self) -> None:
         """What is on its way is lost; the servers know at once that the other's subscribers are not there."""
         self.up = False
+        self.ends[0]._interest.epoch += 1
         for lane in self._lanes.values():
             lane.clear()
 
     def heal(self) -> None:
         self.up = True
+        self.ends[0]._interest.epoch += 1
 
     def other(self, server: SimulatedNats) -> SimulatedNats:
         return self.ends[1] if server is self.ends[0] else self.ends[0]
 
     def wanted(self, server: SimulatedNats, subject: str) -> bool:
         """Whether somebody on the far side, seen from `server`, subscribes to `subject`."""
-        return self.up and self.other(server)._anybody(subject, self)
+        if not self.up:
+            return False
+        epoch = server._interest.epoch
+        if self._wanted_epoch != epoch:
+            self._wanted_epoch = epoch
+            for known in self._wanted.values():
+                known.clear()
+        answers = self._wanted[server]
+        answer = answers.get(subject)
+        if answer is None:
+            if len(answers) > REMEMBERED_SUBJECTS:
+                answers.clear()
+            answer = answers[subject] = self.other(server)._anybody(subject, self)
+        return answer
 
     def send(self, server: SimulatedNats, message: Message) -> None:
         self._lanes[server].send(message)
@@ -246,8 +280,13 @@ class NatsLink:
 class SimulatedNats:
     """One NATS server with its JetStream KV."""
 
-    def __init__(self, loop: VirtualLoop, seed: int | str, *, name: str = "nats", delay: Delay = LAN) -> None:
+    def __init__(
+        self, loop: VirtualLoop, seed: int | str, *, name: str = "nats", delay: Delay = LAN, one_hop: bool = False
+    ) -> None:
+        """`one_hop`: a message is with its receivers as soon as it is with the server. Half the work, for runs with
+        thousands of connections."""
         self.loop = loop
+        self.one_hop = one_hop
         self.seed = seed
         self.name = name
         self.delay = delay
@@ -260,6 +299,7 @@ class SimulatedNats:
         self.handler_failures: list[str] = []
         self._sessions: dict[_Session, None] = {}
         self._interests = _Interests()
+        self._interest = _InterestEpoch()
         self._links: list[NatsLink] = []
         self._chance = Random(f"{seed}/{name}")
         self._names: dict[str, int] = {}
@@ -293,6 +333,9 @@ class SimulatedNats:
         """Joins two servers. Raises ValueError when that would make a ring."""
         if other in self._reachable(set()):
             raise ValueError(f"{self.name} and {other.name} are joined already: servers form a tree")
+        for server in other._reachable(set()):
+            server._interest = self._interest
+        self._interest.epoch += 1
         made = NatsLink(self, other, delay)
         self._links.append(made)
         other._links.append(made)
@@ -347,6 +390,7 @@ class SimulatedNats:
         self._sessions.pop(session, None)
         for one in session.registered.values():
             self._interests.remove(one)
+        self._interest.epoch += 1
         session.registered.clear()
         session.up.clear()
         session.down.clear()

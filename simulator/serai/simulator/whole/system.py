@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
@@ -270,6 +271,12 @@ def simulate(
         made.append(SimulatedSystem(loop, seed, scene))
         return await main(made[0])
 
-    with world:
-        result = run(whole(), loop)
+    collector_before = gc.get_threshold()
+    # Nothing of a run is garbage for long, and walking thousands of agents again and again takes a quarter of it.
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        with world:
+            result = run(whole(), loop)
+    finally:
+        gc.set_threshold(*collector_before)
     return result, made[0]

@@ -13,7 +13,7 @@ from asyncio import base_events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -39,6 +39,21 @@ class Network(Protocol):
     async def create_connection(
         self, factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]: ...
+
+
+class _Post:
+    """What a handle is to the loop, and no more: half of all that happens in a run is the arrival of something."""
+
+    __slots__ = ("_args", "_callback", "_context")
+    _cancelled = False
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+        self._callback = callback
+        self._args = args
+        self._context = context
+
+    def _run(self) -> None:
+        self._context.run(self._callback, *self._args)
 
 
 class VirtualLoop(base_events.BaseEventLoop):
@@ -86,6 +101,13 @@ class VirtualLoop(base_events.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._timers_set, timer))
         return timer
 
+    def post(self, when: float, context: Context, callback: Callable[..., object], *args: Any) -> None:
+        """`call_at` for what is never cancelled and never raises."""
+        self._timers_set += 1
+        heapq.heappush(
+            self._timers, (when, self._timers_set, cast(asyncio.TimerHandle, _Post(callback, args, context)))
+        )
+
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
@@ -94,29 +116,32 @@ class VirtualLoop(base_events.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._timers_cancelled += 1
         if self._timers_cancelled > _COMPACT_FROM and self._timers_cancelled * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers = [entry for entry in self._timers if not entry[2]._cancelled]
             heapq.heapify(self._timers)
             self._timers_cancelled = 0
 
     # -- turning -------------------------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        ready = self._ready
-        if not ready and not self._stopping:
-            self._advance()
-        timers = self._timers
-        while timers and timers[0][0] <= self._now_s:
-            ready.append(heapq.heappop(timers)[2])
-        self.turns += 1
-        self._turns_at_instant += 1
-        if self._turns_at_instant > TURNS_PER_INSTANT_MAX:
-            raise Stalled(
-                f"time stands still at {self._now_s - START_S:.6f} s; next: {ready[0] if ready else 'nothing'}"
-            )
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+        """Turns until the loop is stopped: what BaseEventLoop does between two turns is nothing here."""
+        ready, popleft = self._ready, self._ready.popleft
+        while True:
+            if not ready and not self._stopping:
+                self._advance()
+            timers, now_s = self._timers, self._now_s
+            while timers and timers[0][0] <= now_s:
+                ready.append(heapq.heappop(timers)[2])
+            self.turns += 1
+            self._turns_at_instant += 1
+            if self._turns_at_instant > TURNS_PER_INSTANT_MAX:
+                next_up = ready[0] if ready else "nothing"
+                raise Stalled(f"time stands still at {now_s - START_S:.6f} s; next: {next_up}")
+            for _ in range(len(ready)):
+                handle = popleft()
+                if not handle._cancelled:
+                    handle._run()
+            if self._stopping:
+                return
 
     def _advance(self) -> None:
         """To the instant of the next timer that is not cancelled."""
