@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from integration.system import System, wait_for
-from serai.contracts.subjects import SESSIONS_BUCKET
+from serai.contracts.subjects import SESSIONS_BUCKET, SNAPSHOT
 from serai.runtime.bus import BusDisconnected, Message, MessageTooLarge, NoResponders
 from serai.runtime.nats_bus import NatsAddress, NatsBus
 
@@ -67,7 +67,7 @@ def test_nobody_there_is_told_at_once_for_requests_and_for_publishes_with_a_repl
         await ingress.subscribe(f"{ingress.inbox_prefix}.stream.*", received.put_nowait)
         await ingress.barrier()
         with pytest.raises(NoResponders):
-            await ingress.request("registry.snapshot", b"{}", 2)
+            await ingress.request(SNAPSHOT.of_site("local"), b"{}", 2)
         ingress.publish("inference.nobody", b"x", f"{ingress.inbox_prefix}.stream.7")
         async with asyncio.timeout(2):
             message = await received.get()

@@ -13,7 +13,7 @@ import pytest
 from serai.contracts.codec import decode_frames
 from serai.contracts.inference import Frame
 from serai.contracts.session_record import Lifecycle, SessionMetadata, SessionRecord
-from serai.runtime.bus import BusDisconnected, Handler, Message, MessageTooLarge, NoResponders
+from serai.runtime.bus import BusDisconnected, Handler, Loss, LossReason, Message, MessageTooLarge, NoResponders
 from serai.runtime.http1 import HttpFailure, Origin, ResponseHandler
 
 
@@ -82,6 +82,7 @@ class FakeBus:
         self.answers: dict[str, Callable[[bytes], bytes]] = {}
         self._on_disconnect: list[Callable[[], None]] = []
         self._on_reconnect: list[Callable[[], None]] = []
+        self._on_loss: list[Callable[[Loss], None]] = []
 
     def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
         if not self.connected:
@@ -101,7 +102,7 @@ class FakeBus:
 
     async def barrier(self) -> None: ...
 
-    def bucket(self, name: str) -> Any:
+    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = 5.0) -> Any:
         return SimpleNamespace()
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
@@ -110,12 +111,17 @@ class FakeBus:
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._on_reconnect.append(callback)
 
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+        self._on_loss.append(callback)
+
     async def aclose(self) -> None: ...
 
     def lose_connection(self) -> None:
         self.connected = False
         for callback in self._on_disconnect:
             callback()
+        for told in self._on_loss:
+            told(Loss(LossReason.DISCONNECTED))
 
     def reconnect(self) -> None:
         self.connected = True

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
+
+BUCKET_TIMEOUT_S = 5.0
 
 
 class BusError(Exception):
@@ -38,6 +42,27 @@ class Message(msgspec.Struct, frozen=True):
     """The server's word, on the reply subject, that nobody received what was published with it."""
 
 
+class LossReason(StrEnum):
+    """Why messages may be missing."""
+
+    DISCONNECTED = "disconnected"
+    """The connection broke: whatever was on its way, in either direction, is gone."""
+    DROPPED = "dropped"
+    """They came faster than this process took them, and the client dropped some."""
+    REFUSED = "refused"
+    """The server does not let this connection publish, or subscribe to, the subject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Something that the connection noticed to be missing. What it does not notice, numbered frames must tell."""
+
+    reason: LossReason
+    subject: str = ""
+    """Empty = any."""
+    detail: str = ""
+
+
 Handler = Callable[[Message], None]
 """Called in order of arrival; must not block: it notes or spawns, and returns."""
 
@@ -47,8 +72,18 @@ class Subscription(Protocol):
         """Stops delivery. Messages on their way may still come until a `barrier`."""
 
 
+@dataclass(frozen=True, slots=True)
+class BucketState:
+    """What a bucket is now. Another `created` than last time: it was made anew, and what stood in it is gone."""
+
+    created: str
+    """The server's mark of when it was made; to be compared, nothing else."""
+    keys: int
+
+
 class Bucket(Protocol):
-    """A JetStream KV bucket. It may lie or vanish; a vanished one is made again on the next `put`."""
+    """A JetStream KV bucket. It may lie or vanish; a vanished one is made again on the next `put`. Every call ends
+    within a bounded time, and whatever goes wrong is a BusError."""
 
     async def put(self, key: str, value: bytes) -> None: ...
 
@@ -56,6 +91,10 @@ class Bucket(Protocol):
 
     async def entries(self) -> dict[str, bytes]:
         """All keys with their values; empty when the bucket does not exist."""
+
+    async def state(self) -> BucketState | None:
+        """What the bucket is now; None when it does not exist. Cheap: to be asked every few seconds by the one who
+        writes it, instead of a watch, which goes blind without a word when its bucket is made anew."""
 
 
 class Bus(Protocol):
@@ -84,13 +123,18 @@ class Bus(Protocol):
     async def barrier(self) -> None:
         """Returns when the server has seen everything this connection sent before."""
 
-    def bucket(self, name: str) -> Bucket: ...
+    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> Bucket:
+        """The bucket of that name; nothing is asked of the server yet. `in_memory` counts when it has to be made;
+        `timeout_s` bounds each of its calls."""
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Calls back each time the connection is lost."""
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Calls back each time the connection is there again, subscriptions included."""
+
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+        """Calls back each time the connection notices that messages may be missing."""
 
     async def aclose(self) -> None: ...
 

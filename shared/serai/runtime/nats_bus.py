@@ -5,41 +5,54 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import nats
 import nats.errors
-import nats.js.errors
+import nkeys
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js.api import KeyValueConfig
-from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+from nats.protocol.parser import AWAITING_CONTROL_LINE, PERMISSIONS_ERR, STALE_CONNECTION, Parser
+from prometheus_client import Counter
 
 from serai.runtime.bus import (
+    BUCKET_TIMEOUT_S,
     Bucket,
     BusDisconnected,
     BusError,
     Handler,
+    Loss,
+    LossReason,
     Message,
     MessageTooLarge,
     NoResponders,
     RequestTimeout,
     Subscription,
 )
-
-T = TypeVar("T")
+from serai.runtime.nats_kv import NatsBucket
+from serai.runtime.reconnect_curve import SPAN_MANY_S, span_s, wait_s
 
 log = structlog.get_logger()
 
-RECONNECT_FIRST_S = 0.1
-RECONNECT_MAX_S = 5.0
+LOSSES = Counter("serai_bus_losses_total", "Times that messages may have been lost, by reason", ["reason"])
+RECONNECTS = Counter("serai_bus_reconnects_total", "Connections to NATS that were lost and made again")
+HANDLER_FAILURES = Counter("serai_bus_handler_failures_total", "Messages whose handler raised")
+
+SERVER_OLDEST = (2, 12)
+"""Older ones lose KV entries with a TTL (case K12) and cannot test a permission without delivering a message."""
 REFUSALS_MAX = 3
 """So many refused logins in a row are meant: nats-py itself would try for ever."""
+EJECTIONS_MAX, EJECTIONS_WITHIN_S = 5, 60.0
+"""A server that throws us out so often means it, or we do something that it cannot bear."""
+_SELF_TEST = "self-test"
+_DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 WRITE_GAP_S = 0.001
 """At most one write per connection in so long for what is not sent `at_once`. A write wakes the server, and the server
 the receiver; on a busy connection these wake-ups cost more than the messages in them, and a millisecond of them share
@@ -56,11 +69,6 @@ class NatsAddress:
 
     def __str__(self) -> str:
         return self.url
-
-
-def decorrelated_jitter(previous_s: float) -> float:
-    """The next wait before a reconnect, in seconds: random, growing, bounded. Keeps a fleet from storming a server."""
-    return min(RECONNECT_MAX_S, random.uniform(RECONNECT_FIRST_S, max(RECONNECT_FIRST_S, previous_s * 3)))
 
 
 class _FastParser(Parser):  # type: ignore[misc]
@@ -99,6 +107,37 @@ class _DirectClient(Client):  # type: ignore[misc]
         self._pending: list[bytes]
         self._pending_data_size: int
         self.direct: dict[int, Callable[[str, bytes, str, bool], None]] = {}
+        self.on_ejected: Callable[[str], None] = lambda text: None
+        self.on_dead: Callable[[Exception], None] = lambda error: None
+
+    async def _process_err(self, err_msg: str) -> None:
+        """nats-py closes for good on any error but two kinds, some of which pass (too many connections, a renewed
+        credential). A reconnect tries; whoever counts ends it."""
+        if STALE_CONNECTION in err_msg or PERMISSIONS_ERR in err_msg or not self.is_connected:
+            await super()._process_err(err_msg)
+            return
+        error = nats.errors.Error(f"nats: {err_msg.strip(chr(39))}")
+        self._err = error
+        self.on_ejected(str(error))
+        await self._process_op_err(error)
+
+    async def _read_loop(self) -> None:
+        """nats-py's loop ends on an error it does not know, and leaves a connection that looks alive and is deaf."""
+        await super()._read_loop()
+        task = asyncio.current_task()
+        if self.is_connected and not (task and task.cancelling()):
+            await self._process_op_err(nats.errors.ProtocolError())
+
+    async def _attempt_reconnect(self) -> None:
+        try:
+            await super()._attempt_reconnect()
+        except Exception as error:  # One that nats-py does not expect ends its tries without a word.
+            self.on_dead(error)
+
+    def forget_pending(self) -> None:
+        """What was not written when the connection broke; nats-py would send it, stale, after the reconnect."""
+        self._pending.clear()
+        self._pending_data_size = 0
 
     def append(self, head: bytes, payload: bytes) -> None:
         """Puts one PUB behind whatever waits to be written; nats-py's own commands share the order."""
@@ -129,44 +168,50 @@ class NatsBus:
     def __init__(self, client: _DirectClient, address: NatsAddress, name: str) -> None:
         self._client = client
         self._address = address
-        self._name = name
+        self.name = name
+        """What the server calls this connection, in its own reports too."""
         self._disconnect_callbacks: list[Callable[[], None]] = []
         self._reconnect_callbacks: list[Callable[[], None]] = []
-        self._refused: list[str] = []
+        self._loss_callbacks: list[Callable[[Loss], None]] = []
+        self._losses_told: set[tuple[LossReason, str]] = set()
+        self._refused: dict[str, None] = {}
+        self._trying: list[str] | None = None
         self._authorization_error: Exception | None = None
         self._refusals = 0
+        self._ejected_s: deque[float] = deque(maxlen=EJECTIONS_MAX)
         self._established = False
         self._closing = False
         self._loop = asyncio.get_running_loop()
         self._write_scheduled = False
         self._written_at_s = 0.0
+        self._span_max_s = SPAN_MANY_S
+        self._span_s = SPAN_MANY_S
+        self._tries = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done with BusError when the client closed by itself: it never comes back, so the process must not stay."""
         self.inbox_prefix = ""
+        client.on_ejected = self._on_ejected
+        client.on_dead = lambda error: self._end(f"NATS at {address}: the client gave up: {error!r}")
 
     @classmethod
-    async def connect(cls, address: NatsAddress, role: str, *, timeout_s: float = 5.0) -> NatsBus:
+    async def connect(
+        cls,
+        address: NatsAddress,
+        role: str,
+        *,
+        name: str | None = None,
+        timeout_s: float = 5.0,
+        reconnect_span_s: float = SPAN_MANY_S,
+        ping_interval_s: float = 10.0,
+    ) -> NatsBus:
         """Connects, or raises BusError with one line that says what to do. Answers come to `_INBOX_<role>.<random>`,
-        so that one subject permission per role keeps every inbox private."""
+        so that one subject permission per role keeps every inbox private. `name` is what the server reports this
+        connection as; `reconnect_span_s` is one of `reconnect_curve`'s. A silent cut is noticed after two to three
+        ping intervals."""
         client = _DirectClient()
-        name = f"{role}-{os.getpid()}"
-        bus = cls(client, address, name)
+        bus = cls(client, address, name or f"{role}-{os.getpid()}")
         bus.inbox_prefix = f"_INBOX_{role}.{os.urandom(12).hex()}"
-        wait_s = RECONNECT_FIRST_S
-
-        def next_server(servers: list[Any], info: dict[str, Any]) -> tuple[Any, float]:
-            nonlocal wait_s
-            wait_s = decorrelated_jitter(wait_s)
-            return random.choice(servers), wait_s
-
-        async def on_reconnected() -> None:
-            nonlocal wait_s
-            wait_s = RECONNECT_FIRST_S
-            bus._refusals = 0
-            log.info("bus.reconnected", server=address.url)
-            for callback in bus._reconnect_callbacks:
-                callback()
-
+        bus._span_max_s = reconnect_span_s
         options: dict[str, Any] = {}
         if address.nkey_file is not None:
             options["nkeys_seed_str"] = _read_seed(address.nkey_file)
@@ -176,30 +221,36 @@ class NatsBus:
             async with asyncio.timeout(timeout_s):
                 await client.connect(
                     servers=[address.url],
-                    name=name,
+                    name=bus.name,
                     error_cb=bus._on_error,
                     closed_cb=bus._on_closed,
                     disconnected_cb=bus._on_disconnected,
-                    reconnected_cb=on_reconnected,
+                    reconnected_cb=bus._on_reconnected,
                     inbox_prefix=bus.inbox_prefix.encode(),
                     # nats-py gives up after 60 attempts by default; an agent outlives any outage of the control plane.
                     max_reconnect_attempts=-1,
-                    reconnect_to_server_handler=next_server,
+                    reconnect_to_server_handler=bus._next_try,
                     # Default 120 s x 3: a half-open NAT path would go unnoticed for minutes.
-                    ping_interval=10,
+                    ping_interval=ping_interval_s,
                     max_outstanding_pings=2,
                     # 0 = publishing while disconnected fails instead of sending stale messages after the reconnect.
                     pending_size=0,
                     allow_reconnect=True,
                     **options,
                 )
+            if too_old := bus._too_old():
+                raise BusError(too_old)
+        except BusError:
+            bus._closing = True
+            await _quietly(client.close())
+            raise
         except (TimeoutError, OSError, nats.errors.Error) as error:
             bus._closing = True
             await _quietly(client.close())
             # While it retries, nats-py tells the reason only to the error callback.
             raise BusError(_connect_advice(address, bus._authorization_error or error)) from error
+        bus._connected_now()
         bus._established = True
-        bus._refusals = 0
         return bus
 
     @property
@@ -215,8 +266,7 @@ class NatsBus:
         client = self._client
         if not client.is_connected:
             raise BusDisconnected(f"not connected to NATS at {self._address}")
-        if len(payload) > self.message_bytes_max:
-            raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
+        self._check_size(subject, payload)
         head = f"PUB {subject} {reply} {len(payload)}\r\n" if reply else f"PUB {subject} {len(payload)}\r\n"
         client.append(head.encode(), payload)
         if at_once:
@@ -228,6 +278,10 @@ class NatsBus:
                 self._loop.call_later(wait_s, self._write_later)
             else:
                 self._write()
+
+    def _check_size(self, subject: str, payload: bytes) -> None:
+        if len(payload) > self.message_bytes_max:
+            raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
 
     def _write_later(self) -> None:
         self._write_scheduled = False
@@ -243,6 +297,7 @@ class NatsBus:
                 handler(Message(subject, data, reply, no_responders))
             except Exception:
                 # One bad message must end neither the subscription nor nats-py's read loop.
+                HANDLER_FAILURES.inc()
                 log.exception("bus.handler_failed", subject=subject)
 
         async def deliver_queued(message: Msg) -> None:
@@ -257,6 +312,7 @@ class NatsBus:
         return _Subscription(self._client, subscription)
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message:
+        self._check_size(subject, payload)
         try:
             return _as_message(await self._client.request(subject, payload, timeout=timeout_s))
         except nats.errors.NoRespondersError as error:
@@ -267,23 +323,91 @@ class NatsBus:
             raise BusDisconnected(f"request on {subject} failed: {error!r}") from error
 
     async def barrier(self) -> None:
+        await self._flush_twice()
+        if self._refused:
+            raise BusError(f"NATS at {self._address} refuses what {self.name} must do: {'; '.join(self._refused)}")
+
+    async def _flush_twice(self) -> None:
         # One flush is no barrier: nats-py's PING overtakes SUB and PUB that are still buffered. The second's does not.
+        # And while it reconnects, its flush returns at once, having asked nobody.
+        connections = self._client.stats["reconnects"]
         try:
-            await self._client.flush()
-            await self._client.flush()
+            for _ in range(2):
+                if not self._client.is_connected:
+                    raise BusDisconnected(f"not connected to NATS at {self._address}")
+                await self._client.flush()
         except (nats.errors.Error, OSError) as error:
             raise BusDisconnected(f"lost NATS at {self._address}: {error!r}") from error
-        if self._refused:
-            raise BusError(f"NATS at {self._address} refuses what {self._name} must do: {'; '.join(self._refused)}")
+        if not self._client.is_connected or self._client.stats["reconnects"] != connections:
+            raise BusDisconnected(f"lost NATS at {self._address} meanwhile")
 
-    def bucket(self, name: str) -> Bucket:
-        return _KvBucket(self._client, name)
+    async def self_test(
+        self,
+        *,
+        must_publish: Sequence[str] = (),
+        must_subscribe: Sequence[str] = (),
+        must_not_subscribe: Sequence[str] = (),
+    ) -> None:
+        """Whether the server lets this connection do what it must, and nothing of what it must not: a missing
+        permission is silence otherwise, and one too many is nobody's concern until it is used. Wildcards are meant as
+        such. Nothing is delivered to anybody; it takes three round trips. Raises BusError with one line that says what
+        to change. An open server, one that takes anybody, refuses nothing: said once in the log."""
+        if must_not_subscribe and not self._client._server_info.get("auth_required"):
+            log.warning("bus.open_server", server=self._address.url, advice="fine on one's own machine only")
+            must_not_subscribe = ()
+        denied = await self._denied([*must_subscribe, *must_not_subscribe], must_publish)
+        faults = [f"add {one!r} to `publish`" for one in must_publish if ("publish", one.lower()) in denied]
+        faults += [f"add {one!r} to `subscribe`" for one in must_subscribe if ("subscription", one.lower()) in denied]
+        faults += [
+            f"take what allows {one!r} out of `subscribe`"
+            for one in must_not_subscribe
+            if ("subscription", one.lower()) not in denied
+        ]
+        if faults:
+            user = self._client._public_nkey or self.name
+            raise BusError(
+                f"NATS at {self._address}: wrong permissions of {self.name}; in the server's configuration, for user "
+                f"{user}: {'; '.join(faults)}"
+            )
+
+    async def _denied(self, subscribe: Sequence[str], publish: Sequence[str]) -> set[tuple[str, str]]:
+        """What the server denies of these, as (publish or subscription, subject in lower case)."""
+        client = self._client
+        self._trying = []
+        try:
+            await self._flush_twice()
+            # Not known to nats-py: what comes on them is thrown away, and nothing is left behind.
+            client._sid += len(subscribe)
+            numbers = range(client._sid - len(subscribe) + 1, client._sid + 1)
+            lines = [f"SUB {subject} {number}\r\n" for subject, number in zip(subscribe, numbers, strict=True)]
+            lines += [f"UNSUB {number}\r\n" for number in numbers]
+            for line in lines:
+                await client._send_command(line.encode())
+            for subject in publish:
+                client.append(*_traced_only(subject, self.inbox_prefix))
+            self._write()
+            await self._flush_twice()
+            found = (
+                re.search(r'permissions violation for (publish|subscription) to "([^"]*)"', s) for s in self._trying
+            )
+            return {(one[1], _plain(one[2], publish)) for one in found if one is not None}
+        finally:
+            self._trying = None
+
+    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> Bucket:
+        async def request(subject: str, payload: bytes, timeout_s: float) -> bytes:
+            return (await self.request(subject, payload, timeout_s)).data
+
+        return NatsBucket(request, name, in_memory=in_memory, timeout_s=timeout_s)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         self._disconnect_callbacks.append(callback)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._reconnect_callbacks.append(callback)
+
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+        self._loss_callbacks.append(callback)
 
     async def aclose(self) -> None:
         """Sends what was published, then closes. Unlike nats-py's drain it loses nothing: callers unsubscribe first,
@@ -293,29 +417,83 @@ class NatsBus:
             await _quietly(self._client.flush(timeout=2))
         await _quietly(self._client.close())
 
+    # -- what the client says ------------------------------------------------------------------------------------
+
+    def _next_try(self, servers: list[Any], info: dict[str, Any]) -> tuple[Any, float]:
+        """Which server next, and after how many seconds."""
+        if self._address.nkey_file is not None:
+            self._read_key_again(self._address.nkey_file)
+        wait = wait_s(self._tries, self._span_s, random.random)
+        self._tries += 1
+        return random.choice(servers), wait
+
+    def _read_key_again(self, path: Path) -> None:
+        """nats-py reads it once; a key that was renewed on disk must count without a restart of the engine."""
+        try:
+            self._client._nkeys_seed_str = _read_seed(path)
+            self._client._setup_nkeys_connect()
+        except BusError as error:
+            log.warning("bus.key_unreadable", error=str(error), effect="going on with the key read before")
+
+    def _connected_now(self) -> None:
+        self._span_s = span_s(self._client.client_id or 0, self._span_max_s)
+        self._tries = self._refusals = 0
+        self._losses_told.clear()
+
+    async def _on_reconnected(self) -> None:
+        self._connected_now()
+        RECONNECTS.inc()
+        log.info("bus.reconnected", server=self._address.url)
+        if too_old := self._too_old():
+            log.error("bus.old_server", error=too_old)
+        for callback in self._reconnect_callbacks:
+            callback()
+
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
-            log.error(
-                "bus.slow_consumer", subject=error.subject, advice="messages were dropped; streams will show gaps"
-            )
+            self._lose(Loss(LossReason.DROPPED, error.subject, "this process takes messages too slowly"))
             return
         text = str(error)
+        if PERMISSIONS_ERR in text.lower():
+            if self._trying is not None:
+                self._trying.append(text.lower())
+                return
+            # A forbidden subscribe or publish raises nowhere else: kept, so that the next barrier fails loudly.
+            self._refused[text] = None
+            self._lose(Loss(LossReason.REFUSED, text.partition('"')[2].partition('"')[0], text))
+            return
         if "authorization" in text.lower():
             self._authorization_error = error
             self._refusals += 1
             if self._refusals >= REFUSALS_MAX:
                 self._end(f"NATS at {self._address} refuses this service's credentials now; have they expired?")
-        if "permissions violation" in text.lower():
-            # A forbidden subscribe or publish raises nowhere else: kept, so that the next barrier fails loudly.
-            self._refused.append(text)
         log.warning("bus.error", error=text or repr(error))
 
+    def _lose(self, loss: Loss) -> None:
+        """Counted each time, told in the log once per connection."""
+        LOSSES.labels(loss.reason).inc()
+        if loss.reason is not LossReason.DISCONNECTED and (loss.reason, loss.subject) not in self._losses_told:
+            self._losses_told.add((loss.reason, loss.subject))
+            log.warning("bus.loss", reason=str(loss.reason), subject=loss.subject, detail=loss.detail, name=self.name)
+        for callback in self._loss_callbacks:
+            callback(loss)
+
     async def _on_disconnected(self) -> None:
+        self._client.forget_pending()
         if self._closing:
             return
         log.warning("bus.disconnected", server=self._address.url)
         for callback in self._disconnect_callbacks:
             callback()
+        self._lose(Loss(LossReason.DISCONNECTED, detail="whatever was on its way is gone"))
+
+    def _on_ejected(self, text: str) -> None:
+        """The server said why, and closed the connection."""
+        now = time.monotonic()
+        self._ejected_s.append(now)
+        log.error("bus.ejected", server=self._address.url, error=text)
+        if len(self._ejected_s) == EJECTIONS_MAX and now - self._ejected_s[0] < EJECTIONS_WITHIN_S:
+            self._end(f"NATS at {self._address} closed the connection {EJECTIONS_MAX} times in a row: {text}")
 
     async def _on_closed(self) -> None:
         self._end(f"NATS at {self._address} closed the connection for good")
@@ -323,6 +501,14 @@ class NatsBus:
     def _end(self, reason: str) -> None:
         if self._established and not self._closing and not self.closed.done():
             self.closed.set_exception(BusError(reason))
+
+    def _too_old(self) -> str | None:
+        version = str(self._client._server_info.get("version", ""))
+        numbers = re.match(r"v?(\d+)\.(\d+)", version)
+        if numbers is None or (int(numbers[1]), int(numbers[2])) >= SERVER_OLDEST:
+            return None
+        oldest = ".".join(map(str, SERVER_OLDEST))
+        return f"NATS at {self._address} is version {version}; Serai needs nats-server {oldest} or newer"
 
 
 class _Subscription:
@@ -336,63 +522,6 @@ class _Subscription:
             await self._subscription.unsubscribe()
         except nats.errors.Error:
             pass  # Closed or disconnected: it delivers nothing any more, which is what was asked for.
-
-
-class _KvBucket:
-    def __init__(self, client: Client, name: str) -> None:
-        self._client = client
-        self._name = name
-
-    async def put(self, key: str, value: bytes) -> None:
-        async def write() -> None:
-            kv = await self._client.jetstream().key_value(self._name)
-            await kv.put(key, value)
-
-        try:
-            await write()
-        except nats.js.errors.NotFoundError:
-            await self._translate(self._create())
-            await self._translate(write())
-        except (nats.errors.Error, nats.js.errors.APIError, TimeoutError, OSError) as error:
-            raise BusError(f"KV bucket {self._name}: {error!r}") from error
-
-    async def delete(self, key: str) -> None:
-        async def purge() -> None:
-            try:
-                kv = await self._client.jetstream().key_value(self._name)
-                await kv.purge(key)
-            except nats.js.errors.NotFoundError:
-                pass
-
-        await self._translate(purge())
-
-    async def entries(self) -> dict[str, bytes]:
-        async def read() -> dict[str, bytes]:
-            found: dict[str, bytes] = {}
-            try:
-                kv = await self._client.jetstream().key_value(self._name)
-                keys = await kv.keys()
-            except (nats.js.errors.NotFoundError, nats.js.errors.NoKeysError):
-                return found
-            for key in keys:
-                try:
-                    entry = await kv.get(key)
-                except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
-                    continue
-                if entry.value:
-                    found[key] = entry.value
-            return found
-
-        return await self._translate(read())
-
-    async def _create(self) -> None:
-        await self._client.jetstream().create_key_value(config=KeyValueConfig(bucket=self._name, history=1))
-
-    async def _translate(self, work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except (nats.errors.Error, nats.js.errors.APIError, TimeoutError, OSError) as error:
-            raise BusError(f"KV bucket {self._name}: {error!r}") from error
 
 
 def _as_message(message: Msg) -> Message:
@@ -411,9 +540,30 @@ async def _quietly(work: Awaitable[Any]) -> None:
 
 def _read_seed(path: Path) -> str:
     try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise BusError(f"cannot read the NATS key {path}: {error.strerror}") from error
+        seed = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BusError(f"cannot read the NATS key {path}: {getattr(error, 'strerror', 'not text')}") from error
+    try:
+        nkeys.from_seed(bytearray(seed.encode()))
+    except Exception as error:  # nkeys and what is below it raise a dozen kinds.
+        raise BusError(f"{path} holds no NATS key: it must be one nkey seed, a line that begins with SU") from error
+    return seed
+
+
+def _traced_only(subject: str, inbox_prefix: str) -> tuple[bytes, bytes]:
+    """A message that the server checks as any other and delivers to nobody; it would tell its way to a subject that
+    nobody listens to."""
+    headers = f"NATS/1.0\r\nNats-Trace-Dest: {inbox_prefix}.trace\r\nNats-Trace-Only: true\r\n\r\n".encode()
+    concrete = subject.replace("*", _SELF_TEST).replace(">", _SELF_TEST)
+    return f"HPUB {concrete} {len(headers)} {len(headers)}\r\n".encode(), headers
+
+
+def _plain(subject: str, published: Sequence[str]) -> str:
+    """The subject of an error, as it was asked for: one with wildcards was published to in one instance."""
+    for asked in published:
+        if asked.replace("*", _SELF_TEST).replace(">", _SELF_TEST).lower() == subject:
+            return asked.lower()
+    return subject
 
 
 def _connect_advice(address: NatsAddress, error: Exception) -> str:

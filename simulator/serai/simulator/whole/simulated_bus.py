@@ -21,17 +21,21 @@ from typing import Any
 import structlog
 
 from serai.runtime.bus import (
+    BUCKET_TIMEOUT_S,
     Bucket,
+    BucketState,
     BusDisconnected,
     BusError,
     Handler,
+    Loss,
+    LossReason,
     Message,
     MessageTooLarge,
     NoResponders,
     RequestTimeout,
     Subscription,
 )
-from serai.runtime.nats_bus import RECONNECT_FIRST_S, RECONNECT_MAX_S
+from serai.runtime.reconnect_curve import SPAN_FEW_S, SPAN_MANY_S, span_s, wait_s
 from serai.simulator.whole.links import LAN, WAN, Delay, Lane, Stress
 from serai.simulator.whole.virtual_loop import VirtualLoop
 
@@ -293,6 +297,8 @@ class SimulatedNats:
         self.running = True
         self.stress = Stress()
         self.kv: dict[str, dict[str, bytes]] = {}
+        self.kv_made_at_s: dict[str, float] = {}
+        """When each bucket was made last."""
         self.kv_faults = KvFaults()
         self.observers: list[Observer] = []
         self.buses: dict[SimulatedBus, None] = {}
@@ -303,6 +309,7 @@ class SimulatedNats:
         self._links: list[NatsLink] = []
         self._chance = Random(f"{seed}/{name}")
         self._names: dict[str, int] = {}
+        self._connections = 0
 
     @property
     def subscriptions(self) -> int:
@@ -324,6 +331,7 @@ class SimulatedNats:
     def start(self, *, keep_kv: bool = True) -> None:
         """It listens again; clients come back one by one."""
         self.running = True
+        self._connections = 0
         if not keep_kv:
             self.kv.clear()
         for link in self._links:
@@ -383,6 +391,8 @@ class SimulatedNats:
     def _open(self, bus: SimulatedBus) -> _Session:
         session = _Session(bus, bus.delay)
         self._sessions[session] = None
+        self._connections += 1
+        bus.number = self._connections
         return session
 
     def _drop(self, session: _Session) -> None:
@@ -405,6 +415,7 @@ class SimulatedNats:
 class _Callbacks:
     lost: list[Callable[[], None]] = field(default_factory=list)
     back: list[Callable[[], None]] = field(default_factory=list)
+    losses: list[Callable[[Loss], None]] = field(default_factory=list)
 
 
 class SimulatedBus:
@@ -414,6 +425,9 @@ class SimulatedBus:
         self.server = server
         self.name = name or server._name(role)
         self.delay = delay or server.delay
+        self.number = 0
+        """The server's, of this connection."""
+        self._span_max_s = SPAN_MANY_S if role == "agent" else SPAN_FEW_S
         self.chance = Random(f"{server.seed}/{server.name}/{self.name}")
         self.inbox_prefix = f"_INBOX_{role}.{self.chance.getrandbits(96):024x}"
         self.context = copy_context()
@@ -495,14 +509,17 @@ class SimulatedBus:
     async def barrier(self) -> None:
         await self._call(lambda: None)
 
-    def bucket(self, name: str) -> Bucket:
-        return _SimulatedBucket(self, name)
+    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> Bucket:
+        return _SimulatedBucket(self, name, timeout_s)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         self._callbacks.lost.append(callback)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._callbacks.back.append(callback)
+
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+        self._callbacks.losses.append(callback)
 
     async def aclose(self) -> None:
         """Sends what was published, then closes."""
@@ -630,19 +647,20 @@ class SimulatedBus:
         self._fail_calls()
         for callback in self._callbacks.lost:
             self.server.loop.call_soon(callback, context=self.context)
-        self._reconnect_later(RECONNECT_FIRST_S)
+        for told in self._callbacks.losses:
+            self.server.loop.call_soon(told, Loss(LossReason.DISCONNECTED, detail=why), context=self.context)
+        self._reconnect_later(0)
 
-    def _reconnect_later(self, previous_s: float) -> None:
-        # As nats_bus.decorrelated_jitter, with chance of this connection's own.
-        wait_s = min(RECONNECT_MAX_S, self.chance.uniform(RECONNECT_FIRST_S, max(RECONNECT_FIRST_S, previous_s * 3)))
-        self._reconnecting = self.server.loop.call_later(wait_s, self._reconnect, wait_s)
+    def _reconnect_later(self, tries: int) -> None:
+        pause_s = wait_s(tries, span_s(self.number, self._span_max_s), self.chance.random)
+        self._reconnecting = self.server.loop.call_later(pause_s, self._reconnect, tries)
 
-    def _reconnect(self, waited_s: float) -> None:
+    def _reconnect(self, tries: int) -> None:
         self._reconnecting = None
         if self._closed:
             return
         if not self.server.running or self._partitioned:
-            self._reconnect_later(waited_s)
+            self._reconnect_later(tries + 1)
             return
         session = self.server._open(self)
         for interest in self._interests:
@@ -672,14 +690,17 @@ class _Subscription:
 
 
 class _SimulatedBucket:
-    def __init__(self, bus: SimulatedBus, name: str) -> None:
+    def __init__(self, bus: SimulatedBus, name: str, timeout_s: float) -> None:
         self._bus = bus
         self._server = bus.server
         self._name = name
+        self._timeout_s = timeout_s
 
     async def put(self, key: str, value: bytes) -> None:
         def write() -> None:
             faults = self._check()
+            if self._name not in self._server.kv:
+                self._server.kv_made_at_s[self._name] = self._server.loop.time()
             kept = self._server.kv.setdefault(self._name, {})
             if not (faults.lose_acknowledged and self._server._chance.random() < faults.lose_acknowledged):
                 kept[key] = value
@@ -701,6 +722,17 @@ class _SimulatedBucket:
         found: dict[str, bytes] = await self._do(read)
         return found
 
+    async def state(self) -> BucketState | None:
+        def look() -> BucketState | None:
+            faults = self._check()
+            if self._name not in self._server.kv:
+                return None
+            made_at_s = self._server.kv_made_at_s.get(self._name, 0.0)
+            return BucketState(f"{made_at_s:.9f}", 0 if faults.blind else len(self._server.kv[self._name]))
+
+        found: BucketState | None = await self._do(look)
+        return found
+
     def _check(self) -> KvFaults:
         faults = self._server.kv_faults
         if faults.refuse:
@@ -709,7 +741,7 @@ class _SimulatedBucket:
 
     async def _do(self, work: Callable[[], Any]) -> Any:
         try:
-            async with asyncio.timeout(JETSTREAM_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await self._bus._call(work)
         except TimeoutError as error:
-            raise BusError(f"KV bucket {self._name}: no answer in {JETSTREAM_TIMEOUT_S:g} s") from error
+            raise BusError(f"KV bucket {self._name}: no answer in {self._timeout_s:g} s") from error
