@@ -49,8 +49,13 @@ class RegistryReplica:
         self._by_model: dict[str, set[str]] = {}
         self._digests: dict[str, Digest] = {}
         self._routable: dict[str, tuple[float, list[SessionRecord]]] = {}
-        """Per model: when it was worked out, and the answer. Emptied by every change; silence alone shows within
+        """Per model: when it was worked out, and the answer. Dropped by every change; silence alone shows within
         `ROUTABLE_FOR_S`."""
+        self._in_doubt: dict[str, None] = {}
+        """Sessions asked after, which have not been found to be suspected yet."""
+        self._generations: dict[str, int] = {}
+        self.changes = 0
+        """Counts everything that may change what is said of any session: records, and opinions of who is alive."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -82,7 +87,7 @@ class RegistryReplica:
         if sighting is None:
             sighting = self._sightings[record.session] = Sighting(known_since_s=now)
         if heard:
-            self._heard(sighting, now)
+            self._heard(record.session, sighting, now)
             sighting.unreachable = False
         known = self._records.get(record.session)
         joined = record if known is None else join(known, record)
@@ -92,7 +97,9 @@ class RegistryReplica:
         return True
 
     def _replace(self, known: SessionRecord | None, joined: SessionRecord | None) -> None:
-        self._routable.clear()
+        for record in (known, joined):
+            if record is not None:
+                self._changed(record.metadata.model)
         if known is not None:
             self.digest(known.metadata.site).remove(known)
             there = self._by_model[known.metadata.model]
@@ -104,11 +111,26 @@ class RegistryReplica:
             self._records[joined.session] = joined
             self._by_model.setdefault(joined.metadata.model, set()).add(joined.session)
 
-    def _heard(self, sighting: Sighting, now: float) -> None:
+    def _changed(self, model: str) -> None:
+        self.changes += 1
+        self._generations[model] = self.changes
+        self._routable.pop(model, None)
+
+    def _opinion_changed(self, session: str) -> None:
+        if record := self._records.get(session):
+            self._changed(record.metadata.model)
+
+    def generation(self, model: str) -> int:
+        """Another number each time when something may have changed that is said of sessions of `model`. Silence is
+        noticed by `doubtful`."""
+        return self._generations.get(model, 0)
+
+    def _heard(self, session: str, sighting: Sighting, now: float) -> None:
         if sighting.heard_at_s is None or sighting.asked_at_s is not None or sighting.unreachable:
-            self._routable.clear()
-        sighting.heard_at_s = now if sighting.heard_at_s is None else max(now, sighting.heard_at_s)
-        sighting.asked_at_s = None
+            self._opinion_changed(session)
+        if sighting.heard_at_s is None or now > sighting.heard_at_s:
+            sighting.heard_at_s = now
+            sighting.asked_at_s = None  # Older news answers no question.
 
     def hear(self, status: SessionStatus, now: float) -> bool:
         """Notes a status; True when its record is unknown here or newer than this copy, and should be asked for."""
@@ -118,9 +140,9 @@ class RegistryReplica:
         before = sighting.status
         if before is not None and status.sequence <= before.sequence:
             return False
-        self._heard(sighting, now)
-        if sighting.unreachable or before is None or before.stalled_s != status.stalled_s:
-            self._routable.clear()
+        self._heard(status.session, sighting, now)
+        if sighting.unreachable or before is None or (before.stalled_s > 0) != (status.stalled_s > 0):
+            self._opinion_changed(status.session)
         sighting.status = status
         sighting.unreachable = False
         known = self._records[status.session]
@@ -131,13 +153,22 @@ class RegistryReplica:
         heard it. Does not lift `unreachable`, which is the bus's own word."""
         sighting = self._sightings.get(session)
         if sighting is not None:
-            self._heard(sighting, now - silent_s)
+            self._heard(session, sighting, now - silent_s)
 
     def unreachable(self, session: str) -> None:
         """Nobody receives what is sent to `session` now: stop routing to it until it is heard again."""
-        self._routable.clear()
         if sighting := self._sightings.get(session):
             sighting.unreachable = True
+            self._opinion_changed(session)
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """This observer itself heard nothing for `seconds`, cut off or held up: that is nobody's silence."""
+        for sighting in self._sightings.values():
+            sighting.known_since_s = min(now, sighting.known_since_s + seconds)
+            if sighting.heard_at_s is not None:
+                sighting.heard_at_s = min(now, sighting.heard_at_s + seconds)
+        for model in self._by_model:
+            self._changed(model)
 
     def doubtful(self, now: float) -> list[str]:
         """Sessions that have been silent for long enough to be asked after, each once per silence; they count as
@@ -151,8 +182,17 @@ class RegistryReplica:
                 continue
             if now - sighting.heard_at_s > DOUBT_INTERVALS * _interval_s(sighting):
                 sighting.asked_at_s = now
+                self._in_doubt[session] = None
                 found.append(session)
+        for session in [session for session in self._in_doubt if self._decided(session, now)]:
+            del self._in_doubt[session]
+            self._opinion_changed(session)
         return sorted(found)
+
+    def _decided(self, session: str, now: float) -> bool:
+        """Whether a session that was asked after has been heard again, or is suspected now."""
+        sighting = self._sightings.get(session)
+        return sighting is None or sighting.asked_at_s is None or self.suspected(session, now)
 
     def suspected(self, session: str, now: float) -> bool:
         """This observer's opinion, never part of a record."""
@@ -221,6 +261,15 @@ class RegistryReplica:
         if sighting.status is not None and sighting.status.stalled_s > 0:
             return f"its engine has made no progress for {sighting.status.stalled_s:.1f} s"
         return None
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names of all models of which there are records, whatever has become of their sessions."""
+        return sorted(self._by_model)
+
+    def sessions_of(self, model: str) -> list[str]:
+        """All sessions of `model`, those that left among them."""
+        return sorted(self._by_model.get(model, ()))
 
     def models(self, now: float) -> list[str]:
         """Names that have at least one routable session."""
