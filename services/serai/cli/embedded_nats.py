@@ -1,7 +1,11 @@
 """A NATS server for one machine: JetStream on a file store, loopback only, one generated nkey per role.
 
 Subject permissions are as tight as one key per role allows: an agent cannot read what other agents answer, the
-ingress cannot speak for agents, and nobody but the registry touches JetStream.
+ingress cannot speak for agents, and nobody but the registry touches JetStream. The registry has a second key, of the
+system account, by which the server tells it whose connection has closed.
+
+Several sites on one machine are several such servers: one listens for leaf nodes (`leaf_port`), the others dial it
+(`leaf_remotes`); each has its own name and JetStream domain.
 """
 
 from __future__ import annotations
@@ -63,45 +67,97 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+_SYSTEM = "system"
+_LEAF = "leaf"
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRemote:
+    """Another server to be a leaf node of."""
+
+    url: str
+    """`nats-leaf://host:port`, of its leaf-node listener."""
+    nkey_file: Path
+    """The seed of its user `leaf`: its `key_file("leaf")`, there once it is prepared."""
+
+    @property
+    def configuration(self) -> str:
+        seed = self.nkey_file.read_text().strip()  # The server takes no name of a file here.
+        return f'{{ url: "{self.url}", nkey: {seed}, account: SERAI, ignore_discovered_servers: true }}'
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddedNats:
     """Files of one embedded server below `folder`."""
 
     folder: Path
+    server_name: str = "serai-local"
+    domain: str | None = None
+    """JetStream domain. Servers that are linked must have different ones: else they take each other's KV."""
+    leaf_port: int | None = None
+    """Where it listens for leaf nodes; None = not at all."""
+    leaf_remotes: tuple[LeafRemote, ...] = ()
 
     @property
     def config_file(self) -> Path:
         return self.folder / "nats.conf"
 
     def key_file(self, role: str) -> Path:
-        """The nkey seed of `role`."""
+        """The nkey seed of `role`: one of the services, `tools`, `system`, or `leaf`."""
         return self.folder / f"{role}.nk"
 
     def prepare(self, port: int) -> None:
         """Makes keys that do not exist yet, and writes the configuration anew for `port`."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        users = "\n".join(self._user(role) for role in _ROLES)
+        permissions = dict(_ROLES)
+        if self.leaf_port is not None:
+            permissions[_LEAF] = (_between_sites(), _between_sites())
+        users = "\n".join(self._user(role, *allowed) for role, allowed in permissions.items())
+        domain = f', domain: "{self.domain}"' if self.domain else ""
+        # Pings: the server, too, must notice within a minute that a client is gone without a word; its default is four.
         self.config_file.write_text(
             f"""# Written by `serai up` at each start.
-server_name: serai-local
+server_name: "{self.server_name}"
 listen: 127.0.0.1:{port}
 max_payload: 8MB
 write_deadline: "5s"
-jetstream {{ store_dir: "{self.folder / "jetstream"}" }}
-authorization {{
-  users: [
+ping_interval: "15s"
+ping_max: 2
+jetstream {{ store_dir: "{self.folder / "jetstream"}"{domain} }}
+accounts {{
+  SERAI {{
+    jetstream: enabled
+    users: [
 {users}
-  ]
+    ]
+  }}
+  SYS {{
+    users: [
+{self._user(_SYSTEM, [], ["$SYS.ACCOUNT.*.DISCONNECT", "_INBOX_system.>"])}
+    ]
+  }}
 }}
-"""
+system_account: SYS
+{self._leaf_nodes()}"""
         )
         self.config_file.chmod(0o600)
 
-    def _user(self, role: str) -> str:
-        publish, subscribe = _ROLES[role]
+    def _leaf_nodes(self) -> str:
+        # No addresses by gossip: a leaf would dial the inner one it learns, past the proxy or tunnel it was given.
+        lines = []
+        if self.leaf_port is not None:
+            lines += [f"  listen: 127.0.0.1:{self.leaf_port}", "  no_advertise: true"]
+        if self.leaf_remotes:
+            remotes = [f"    {remote.configuration}" for remote in self.leaf_remotes]
+            lines += ["  remotes: [", *remotes, "  ]"]
+        return "\n".join(["leafnodes {", *lines, "}", ""]) if lines else ""
+
+    def _user(self, role: str, publish: list[str], subscribe: list[str]) -> str:
         public = nkeys.from_seed(self._seed(role)).public_key.decode()
+        # An empty list of what is allowed would mean everything.
+        published = f"allow: {_list(publish)}" if publish else 'deny: ">"'
         return (
-            f"    {{ nkey: {public}, permissions: {{ publish: {{ allow: {_list(publish)} }}, "
+            f"      {{ nkey: {public}, permissions: {{ publish: {{ {published} }}, "
             f"subscribe: {{ allow: {_list(subscribe)} }} }} }}"
         )
 
@@ -112,6 +168,12 @@ authorization {{
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(bytes(seed))
         return bytearray(path.read_bytes().strip())
+
+
+def _between_sites() -> list[str]:
+    """What passes from one site to another: every conversation of the services, and nothing of JetStream."""
+    subjects = {one for allowed in _ROLES.values() for part in allowed for one in part}
+    return sorted(one for one in subjects if not one.startswith("$"))
 
 
 def server_environment() -> dict[str, str]:

@@ -51,7 +51,6 @@ REMEMBERED_SUBJECTS = 100_000
 """Of each side of a link: whether the far side wants them."""
 SERVER_STALE_S = 240.0
 """A server drops a connection that answers no pings after so long (2 minutes, twice)."""
-JETSTREAM_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
