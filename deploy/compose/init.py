@@ -15,7 +15,15 @@ from pathlib import Path
 from serai.cli.embedded_nats import EmbeddedNats
 from serai.ingress.access import write_keys
 
-ROLES = ("ingress", "registry", "agent")
+ROLES = {
+    # key: the container that has it
+    "ingress": "ingress",
+    "registry": "registry",
+    "agent": "agent",
+    # By which NATS tells the registry whose connection has closed, and which `serai health` and `serai registry` use.
+    "system": "registry",
+    "tools": "registry",
+}
 
 
 def main(base: Path) -> int:
@@ -40,7 +48,7 @@ def main(base: Path) -> int:
 
 
 def _key_file(base: Path, role: str) -> Path:
-    return base / role / f"{role}.nk"
+    return base / ROLES[role] / f"{role}.nk"
 
 
 def _write_private(path: Path, content: bytes) -> None:

@@ -148,6 +148,8 @@ def test_init_makes_private_files_once(made_by_init: Path) -> None:
         "ingress/keys.json",
         "nats/nats.conf",
         "registry/registry.nk",
+        "registry/system.nk",
+        "registry/tools.nk",
     ]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
     assert read_keys(made_by_init / "ingress" / "keys.json") == []
