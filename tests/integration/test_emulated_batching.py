@@ -359,6 +359,8 @@ def test_noise_changes_step_times() -> None:
         (["--gpu", "a40", "--card", "meta-llama/Llama-3.1-70B"], r"GB of weights on each a40.*use more GPUs"),
         ([*GPU, "--max-num-batched-tokens", "100"], r"--max-num-batched-tokens must be at least --max-num-seqs"),
         ([*GPU, "--kv-tokens", "5"], r"--kv-tokens must hold one block of 16, not 5"),
+        ([*GPU, "--weights", "fp7"], r"--weights must be one of fp32, bf16, .*, not fp7"),
+        ([*GPU, "--kv-format", "int4"], r"--kv-format must be one of"),
         ([*GPU, "--speed", "0"], r"--speed must be above 0"),
         (["--mode", "mixed"], r"--mode needs --gpu"),
     ],
