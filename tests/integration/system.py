@@ -119,7 +119,7 @@ class System:
         """How many sessions of `model` the ingress would route to."""
         with self.client() as client:
             answer = client.get(f"/v1/models/{model}")
-        return int(answer.json()["sessions"]) if answer.status_code == 200 else 0
+        return int(answer.json()["sessions"].get("serving", 0)) if answer.status_code == 200 else 0
 
     def wait_for_sessions(self, count: int, model: str = "m", timeout_s: float = START_TIMEOUT_S) -> None:
         wait_for(lambda: self.sessions(model) == count, f"{count} session(s) of {model}", timeout_s)

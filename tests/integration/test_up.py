@@ -75,7 +75,11 @@ def test_it_serves_restarts_what_fails_keeps_its_key_and_leaves_nothing_running(
         wait_for(lambda: "agent-0 ended" in (tmp_path / "up.out").read_text(), "the failure is told", 5)
         headers = {"Authorization": f"Bearer {facts['key']}"}
         models = f"{facts['url']}/v1/models/{facts['model']}"
-        wait_for(lambda: httpx2.get(models, headers=headers).json().get("sessions") == 2, "two sessions again", 20)
+
+        def serving() -> int:
+            return int(httpx2.get(models, headers=headers).json().get("sessions", {}).get("serving", 0))
+
+        wait_for(lambda: serving() == 2, "two sessions again", 20)
     assert process.returncode == 0
     assert not any(alive(pid) for pid in facts["pids"].values())
     with up(tmp_path) as (process, second):

@@ -120,8 +120,11 @@ class FakeBus:
         self.connected = False
         for callback in self._on_disconnect:
             callback()
+        self.lose(Loss(LossReason.DISCONNECTED))
+
+    def lose(self, loss: Loss) -> None:
         for told in self._on_loss:
-            told(Loss(LossReason.DISCONNECTED))
+            told(loss)
 
     def reconnect(self) -> None:
         self.connected = True

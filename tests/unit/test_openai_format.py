@@ -14,12 +14,10 @@ from serai.ingress.openai_format import (
     ApiError,
     RequestBody,
     failure_error,
-    models_body,
     read_request_body,
     unknown_model,
     with_model,
 )
-from unit.fakes import record_of
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8) | st.sampled_from(
     ["qwen2.5:7b", "org/model", 'quo"te', "back\\slash", "駱駝", "model", r"\g<1>", r"\1"]
@@ -169,17 +167,3 @@ def test_an_unknown_model_is_answered_with_those_that_exist() -> None:
     assert "Available: a, b." in error.message
     assert len(error.message) < 300
     assert "No model is being served" in unknown_model("x", []).message
-
-
-def test_the_list_of_models_has_one_entry_for_each_with_its_sessions() -> None:
-    listed = models_body(
-        {
-            "b": [record_of("s1", model="b", context_tokens_max=4096), record_of("s2", model="b")],
-            "a": [record_of()],
-            "c": [],
-        }
-    )
-    assert json.loads(listed)["data"] == [
-        {"id": "m", "object": "model", "created": 0, "owned_by": "local", "sessions": 1},
-        {"id": "b", "object": "model", "created": 0, "owned_by": "local", "max_model_len": 4096, "sessions": 2},
-    ]

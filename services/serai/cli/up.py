@@ -277,7 +277,7 @@ async def _sessions(pool: HttpPool, key: str, plan: Plan) -> bool:
     try:
         headers = {"authorization": f"Bearer {key}"}
         answer = await fetch(pool, "GET", f"/v1/models/{plan.model}", headers=headers, timeout_s=2)
-        return answer.status == 200 and orjson.loads(answer.body)["sessions"] >= plan.agents
+        return answer.status == 200 and orjson.loads(answer.body)["sessions"].get("serving", 0) >= plan.agents
     except (HttpFailure, TimeoutError):
         return False
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from serai.contracts.subjects import CANCEL, INFERENCE, SESSION, SNAPSHOT, STATUS
 from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
 from serai.runtime.nats_bus import NatsBus
+from serai.runtime.reconnect_curve import SPAN_FEW_S
 from serai.runtime.service import run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
@@ -27,9 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
         refuse(str(error))
 
     async def main(stop: asyncio.Event) -> None:
-        bus = await NatsBus.connect(settings.nats, "ingress")
+        bus = await NatsBus.connect(settings.nats, "ingress", reconnect_span_s=SPAN_FEW_S)
         tracing = set_up_traces("ingress")
         try:
+            await bus.self_test(
+                must_publish=[INFERENCE.every, CANCEL.every, SNAPSHOT.every],
+                must_subscribe=[SESSION.every, STATUS.every],
+                must_not_subscribe=[INFERENCE.every, "_INBOX_agent.>"],
+            )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
                 await Ingress(settings, bus, access, tracing).run(stop)
         finally:

@@ -27,10 +27,10 @@ from serai.ingress.openai_format import (
     unknown_model,
     with_model,
 )
-from serai.ingress.registry_copy import RegistryCopy
 from serai.ingress.routing import Candidate, Policy, untried
 from serai.ingress.settings import IngressSettings
 from serai.runtime.bus import Bus
+from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.telemetry import Tracing, context_of
 
 log = structlog.get_logger()

@@ -44,13 +44,15 @@ class ClientGone(ConnectionError):
 class HttpRequest:
     """One request, read whole; and the way to answer it, once."""
 
-    __slots__ = ("_connection", "body", "headers", "http_1_0", "keep_alive", "method", "path", "problem")
+    __slots__ = ("_connection", "body", "headers", "http_1_0", "keep_alive", "method", "path", "problem", "query")
 
     def __init__(self, connection: HttpServerConnection, method: str, path: str, headers: dict[str, str]) -> None:
         self._connection = connection
         self.method = method
         self.path = path
         """Decoded, without the query."""
+        self.query = ""
+        """What stands behind the `?`, as it was sent."""
         self.headers = headers
         """Names in lower case; repeated ones joined by a comma."""
         self.body = b""
@@ -266,10 +268,13 @@ class HttpServerConnection(asyncio.Protocol):
         if self._discard:
             return
         path = self._url.decode("latin-1")
+        query = ""
         if not path.startswith("/") or "?" in path or "#" in path or "%" in path:
+            query = path.partition("#")[0].partition("?")[2]
             path = _clean_path(path)
         headers = self._headers
         request = self._request = HttpRequest(self, self._parser.get_method().decode("latin-1"), path, headers)
+        request.query = query
         request.http_1_0 = self._parser.get_http_version() == "1.0"
         request.keep_alive = self._parser.should_keep_alive()
         if "content-encoding" in headers:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from serai.contracts.inference import FailureCode, InferenceFailure
-from serai.contracts.session_record import SessionRecord
 
 DONE = b"data: [DONE]\n\n"
 _HELD_BYTES_MAX = 1024 * 1024
@@ -92,25 +91,6 @@ def with_model(body: bytes, model: str, engine_model: str) -> bytes:
     # Written with escapes, or the same words stand elsewhere too: only a parser knows which one is meant. The slow
     # one, because it keeps integers of any length.
     return json.dumps(json.loads(body) | {"model": engine_model}, ensure_ascii=False).encode()
-
-
-def model_entry(record: SessionRecord) -> dict[str, Any]:
-    """A session's model as an entry of /v1/models."""
-    metadata = record.metadata
-    entry: dict[str, Any] = {"id": metadata.model, "object": "model", "created": 0, "owned_by": metadata.provider}
-    if metadata.context_tokens_max:
-        entry["max_model_len"] = metadata.context_tokens_max
-    return entry
-
-
-def models_body(records_by_model: Mapping[str, Sequence[SessionRecord]]) -> bytes:
-    """The list of models, one entry each, with how many sessions serve it now."""
-    entries = [
-        model_entry(records[0]) | {"sessions": len(records)}
-        for _, records in sorted(records_by_model.items())
-        if records
-    ]
-    return orjson.dumps({"object": "list", "data": entries})
 
 
 def unknown_model(model: str, known: Sequence[str]) -> ApiError:

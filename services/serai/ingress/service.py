@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
+from urllib.parse import parse_qs
 
 import orjson
 import prometheus_client
@@ -16,11 +17,12 @@ from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.calls import Calls
 from serai.ingress.http_server import ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
-from serai.ingress.openai_format import ApiError, model_entry, models_body, unknown_model
-from serai.ingress.registry_copy import RegistryCopy
+from serai.ingress.model_listing import ModelListing
+from serai.ingress.openai_format import ApiError, unknown_model
 from serai.ingress.routing import POLICIES
 from serai.ingress.settings import IngressSettings
 from serai.runtime.bus import Bus
+from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.runtime.version import VERSION
@@ -42,6 +44,7 @@ class Ingress:
         self._access = access
         self._copy = RegistryCopy(bus, settings.site)
         self.replica = self._copy.replica
+        self._listing = ModelListing(self.replica)
         self._client = InferenceClient(
             bus,
             accept_timeout_s=settings.accept_timeout_s,
@@ -68,8 +71,9 @@ class Ingress:
         """Subscribes, fills its copy of the registry, listens; at the end finishes what runs."""
         subscriptions = [await self._client.start(), *await self._copy.start()]
         await self._bus.barrier()
+        await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
         async with asyncio.TaskGroup() as tasks:
-            working = [self._copy.repairing(), self._watching(), self._server.watching()]
+            working = [self._copy.run(), self._watching(), self._server.watching()]
             if self._settings.keys_file is not None:
                 working.append(self._watching_keys())
             running = [tasks.create_task(work) for work in working]
@@ -166,14 +170,17 @@ class Ingress:
 
     async def on_ready(self, request: HttpRequest) -> None:
         """Requests can be served: connected, not stopping, at least one model routable."""
-        models = self.replica.models(time.monotonic())
+        now = time.monotonic()
+        models = self.replica.models(now)
         checks = (
             ("stopping", not self._stopping),
             ("not connected to NATS", self._bus.connected),
             ("no model is being served", bool(models)),
         )
         missing = [text for text, there in checks if not there]
-        status = {"status": ", ".join(missing) or "ready", "models": models}
+        age_s = self._copy.knowledge_age_s(now)
+        registry = {"synced": self._copy.synced, "age_s": None if age_s is None else round(age_s, 1)}
+        status = {"status": ", ".join(missing) or "ready", "models": models, "registry": registry}
         _respond_json(request, 503 if missing else 200, status)
 
     async def on_version(self, request: HttpRequest) -> None:
@@ -186,19 +193,18 @@ class Ingress:
     async def on_models(self, request: HttpRequest) -> None:
         """From the local copy of the registry, never by asking around."""
         self._holder(request)
-        now = time.monotonic()
-        served = {model: self.replica.routable(model, now) for model in self.replica.models(now)}
-        request.respond(200, _JSON, models_body(served))
+        now = self._copy.judged_at_s(time.monotonic())
+        request.respond(200, _JSON, self._listing.body(now, everything=_asks_for_all(request)))
 
     async def on_model(self, request: HttpRequest) -> None:
         """One model; its name may hold slashes."""
         self._holder(request)
-        now = time.monotonic()
+        now = self._copy.judged_at_s(time.monotonic())
         name = request.path.removeprefix("/v1/models/").rstrip("/")
-        records = self.replica.routable(name, now)
-        if not records:
+        entry = self._listing.entry(name, now, everything=_asks_for_all(request))
+        if entry is None:
             raise unknown_model(name, self.replica.models(now))
-        _respond_json(request, 200, model_entry(records[0]) | {"sessions": len(records)})
+        _respond_json(request, 200, entry)
 
     def _holder(self, request: HttpRequest) -> str:
         authorization = request.headers.get("authorization")
@@ -208,6 +214,14 @@ class Ingress:
             text = f"The API key {given}. Send it as `Authorization: Bearer sk-serai-…`."
             raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
         return holder
+
+
+def _asks_for_all(request: HttpRequest) -> bool:
+    """`?all=true`: models whose sessions have all left, too. Raises ApiError."""
+    text = parse_qs(request.query, keep_blank_values=True).get("all", ["false"])[-1]
+    if text not in ("true", "false"):
+        raise ApiError(400, "`all` must be true or false.", param="all", code="invalid_type")
+    return text == "true"
 
 
 def _respond_json(request: HttpRequest, status: int, content: object) -> None:

@@ -221,6 +221,15 @@ class RegistryReplica:
         sighting = self._sightings.get(session)
         return None if sighting is None or sighting.heard_at_s is None else now - sighting.heard_at_s
 
+    def heard_model_ago_s(self, model: str, now: float) -> float | None:
+        """Seconds since any session of `model` was last heard; None = none was by this observer."""
+        newest = None
+        for session in self._by_model.get(model, ()):
+            heard_at_s = self._sightings[session].heard_at_s
+            if heard_at_s is not None and (newest is None or heard_at_s > newest):
+                newest = heard_at_s
+        return None if newest is None else now - newest
+
     def status(self, session: str) -> SessionStatus | None:
         sighting = self._sightings.get(session)
         return sighting.status if sighting else None
