@@ -193,6 +193,17 @@ def test_what_can_never_fit_leaves_nothing_behind(loop: Loop) -> None:
     assert (engine.running, engine.waiting, engine.totals.requests) == (0, 0, 0)
 
 
+def test_throughput_is_that_of_the_last_steps_and_none_when_idle(loop: Loop) -> None:
+    engine = engine_in(loop)
+    loop.advance(100)
+    for _ in range(2):
+        engine.submit(generation(Reply(loop), tokens=81))
+    loop.advance(0.5 + 0.02 * 60)
+    assert engine.throughput_tokens_s == pytest.approx(100, rel=0.25)  # two tokens every 20 ms, but for the prompts
+    loop.advance(10)
+    assert engine.throughput_tokens_s == 0
+
+
 def test_histograms_count_by_bucket_as_prometheus_does() -> None:
     histogram = Histogram((0.1, 1.0))
     for value, times in ((0.1, 1), (0.5, 2), (7.0, 1)):

@@ -52,7 +52,7 @@ class BatchedSchedule:
 
     @property
     def throughput_tokens_s(self) -> float:
-        return self._throughput
+        return self._throughput if self._batch.running else 0.0
 
     def submit(self, generation: Generation, now: float) -> None:
         completion = generation.completion
@@ -80,8 +80,8 @@ class BatchedSchedule:
         self._resumed.append(generation)
 
     def wake(self, now: float) -> None:
-        if self._batch.step is None:
-            self._batch.begin_step(now)
+        if self._batch.step is None and self._batch.begin_step(now) is not None:
+            self._tokens, self._tokens_since_s = 0, now  # the time it was idle is nobody's throughput
 
     def next_at(self) -> float | None:
         if self._resumed:
