@@ -437,6 +437,7 @@ class SimulatedBus:
         self._ghosts: list[_Session] = []
         self._closed = False
         self._partitioned = False
+        self._partitions = 0
         self._calls: dict[asyncio.Future[Any], None] = {}
         self._requests: dict[str, asyncio.Future[Message]] = {}
         self._request_number = 0
@@ -559,11 +560,12 @@ class SimulatedBus:
         """Nothing passes between the process and its server, and nobody is told. TCP keeps what is sent: when it
         ends soon, all arrives late; when it lasts, the client gives up by its pings, and the server much later."""
         self._partitioned = True
+        self._partitions += 1
         if session := self._session:
             session.up.freeze()
             session.down.freeze()
             wait_s = PING_EVERY_S * (PINGS_OUTSTANDING + self.chance.random())
-            self.server.loop.call_later(wait_s, self._pings_unanswered, session)
+            self.server.loop.call_later(wait_s, self._pings_unanswered, session, self._partitions)
 
     def heal(self) -> None:
         """The partition ends."""
@@ -624,8 +626,8 @@ class SimulatedBus:
             if not done.done():
                 done.set_exception(BusDisconnected(f"lost NATS at {self.server.name}"))
 
-    def _pings_unanswered(self, session: _Session) -> None:
-        if self._partitioned and self._session is session:
+    def _pings_unanswered(self, session: _Session, partition: int) -> None:
+        if self._partitioned and self._partitions == partition and self._session is session:
             self._ghosts.append(session)
             self.server.loop.call_later(SERVER_STALE_S, self.server._drop, session)
             self._lost("pings unanswered")
