@@ -51,7 +51,7 @@ def test_an_entry_holds_openais_fields_and_what_becomes_of_the_model() -> None:
             "id": "m",
             "object": "model",
             "created": 0,
-            "owned_by": "uni",
+            "owned_by": "local",
             "state": "serving",
             "sessions": {"serving": 2, "loading": 1},
             "max_model_len": 4096,

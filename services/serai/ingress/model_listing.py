@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from serai.contracts.session_record import SessionRecord
 from serai.runtime.registry_replica import RegistryReplica
 from serai.runtime.session_state import SessionState, state_of
 
@@ -23,13 +22,24 @@ BODY_KEPT_S = 0.25
 """For so long the same list is given out again when nothing has changed: only its ages would be other ones."""
 
 
-class _Part(NamedTuple):
-    """One model's entry without its end, kept until something changes."""
+class _Trait(NamedTuple):
+    """What one session adds to its model's entry; thousands of sessions have few different ones."""
 
-    generation: int
+    state: SessionState
+    provider: str
+    fingerprint: str
+    context_tokens_max: int
+    loading_progress: float | None
+
+
+class _Part(NamedTuple):
+    """One model's entry but for its age, kept until something changes."""
+
     entry: dict[str, Any]
     text: bytes
-    open: bool
+    """As JSON, without the closing brace."""
+    listed: bool
+    """Whether a session of it is not gone."""
 
 
 class ModelListing:
@@ -37,8 +47,11 @@ class ModelListing:
 
     def __init__(self, replica: RegistryReplica) -> None:
         self._replica = replica
+        self._seen = -1
+        self._sessions: dict[str, tuple[str, _Trait]] = {}
+        """Per session: its model, and what was counted for it there."""
+        self._traits: dict[str, Counter[_Trait]] = {}
         self._parts: dict[str, _Part] = {}
-        self._names: tuple[int, list[str]] = (-1, [])
         self._bodies: dict[bool, tuple[int, float, bytes]] = {}
 
     def body(self, now: float, *, everything: bool = False) -> bytes:
@@ -46,70 +59,95 @@ class ModelListing:
         kept = self._bodies.get(everything)
         if kept is not None and kept[0] == self._replica.changes and 0 <= now - kept[1] < BODY_KEPT_S:
             return kept[2]
-        parts = []
-        for model in self._model_names():
-            part = self._part(model, now)
-            if part.open or everything:
-                parts.append(b'%s,"age_s":%s}' % (part.text, _age(self._replica.heard_model_ago_s(model, now))))
-        body = b'{"object":"list","data":[%s]}' % b",".join(parts)
+        self._refresh(now)
+        entries = [
+            b'%s,"age_s":%s}' % (part.text, _age(self._replica.heard_model_ago_s(model, now)))
+            for model in sorted(self._traits)
+            for part in (self._part(model),)
+            if part.listed or everything
+        ]
+        body = b'{"object":"list","data":[%s]}' % b",".join(entries)
         self._bodies[everything] = (self._replica.changes, now, body)
         return body
 
     def entry(self, model: str, now: float, *, everything: bool = False) -> dict[str, Any] | None:
         """The entry of one model; None when it would not be in the list."""
-        if not self._replica.sessions_of(model):
+        self._refresh(now)
+        if model not in self._traits:
             return None
-        part = self._part(model, now)
-        if not (part.open or everything):
+        part = self._part(model)
+        if not (part.listed or everything):
             return None
         return part.entry | {"age_s": orjson.loads(_age(self._replica.heard_model_ago_s(model, now)))}
 
-    def _model_names(self) -> list[str]:
-        if self._names[0] != self._replica.changes:
-            names = self._replica.model_names
-            self._names = (self._replica.changes, names)
-            for model in self._parts.keys() - set(names):
-                del self._parts[model]
-        return self._names[1]
+    def _refresh(self, now: float) -> None:
+        """Takes over what has changed since last time."""
+        changed = self._replica.changed_since(self._seen)
+        self._seen = self._replica.changes
+        for session in {*self._sessions, *self._replica.sessions} if changed is None else changed:
+            was, now_is = self._sessions.get(session), self._seen_as(session, now)
+            if was == now_is:
+                continue
+            if was is not None:
+                self._count(*was, -1)
+            if now_is is None:
+                del self._sessions[session]
+            else:
+                self._sessions[session] = now_is
+                self._count(*now_is, 1)
 
-    def _part(self, model: str, now: float) -> _Part:
+    def _seen_as(self, session: str, now: float) -> tuple[str, _Trait] | None:
+        record = self._replica.get(session)
+        if record is None:
+            return None
+        said = record.metadata
+        state = state_of(self._replica, session, now)
+        progress = said.loading_progress if state is SessionState.LOADING else None
+        return said.model, _Trait(state, said.provider, said.fingerprint, said.context_tokens_max, progress)
+
+    def _count(self, model: str, trait: _Trait, change: int) -> None:
+        self._parts.pop(model, None)
+        traits = self._traits.setdefault(model, Counter())
+        traits[trait] += change
+        if not traits[trait]:
+            del traits[trait]
+            if not traits:
+                del self._traits[model]
+
+    def _part(self, model: str) -> _Part:
         part = self._parts.get(model)
-        generation = self._replica.generation(model)
-        if part is None or part.generation != generation:
-            entry, there = self._made(model, now)
-            part = self._parts[model] = _Part(generation, entry, orjson.dumps(entry)[:-1], there)
+        if part is None:
+            entry, listed = _entry(model, self._traits[model])
+            part = self._parts[model] = _Part(entry, orjson.dumps(entry)[:-1], listed)
         return part
 
-    def _made(self, model: str, now: float) -> tuple[dict[str, Any], bool]:
-        replica = self._replica
-        sessions = replica.sessions_of(model)
-        records = {session: record for session in sessions if (record := replica.get(session)) is not None}
-        states = {session: state_of(replica, session, now) for session in records}
-        there = [session for session, state in states.items() if state not in _GONE]
-        counts = Counter(states[session] for session in there)
-        state = next((state for state in _MODEL_STATES if counts[state]), None)
-        speaking = [records[session] for session in there if states[session] is state] or list(records.values())
-        entry: dict[str, Any] = {
-            "id": model,
-            "object": "model",
-            "created": 0,
-            "owned_by": speaking[0].metadata.provider,
-            "state": OFFLINE if state is None else str(state),
-            "sessions": {str(one): counts[one] for one in SessionState if counts[one]},
-        }
-        if state is SessionState.LOADING:
-            entry["progress"] = _furthest(speaking)
-        if limits := [r.metadata.context_tokens_max for r in speaking if r.metadata.context_tokens_max]:
-            entry["max_model_len"] = min(limits)
-        builds = Counter(records[session].metadata.fingerprint for session in there)
-        if len(builds) > 1:
-            entry["fingerprints"] = dict(sorted(builds.items()))
-        return entry, bool(there)
 
-
-def _furthest(loading: list[SessionRecord]) -> float | None:
-    told = [record.metadata.loading_progress for record in loading if record.metadata.loading_progress is not None]
-    return max(told, default=None)
+def _entry(model: str, traits: Counter[_Trait]) -> tuple[dict[str, Any], bool]:
+    """A model's entry, and whether a session of it is not gone."""
+    there = {trait: count for trait, count in traits.items() if trait.state not in _GONE}
+    counts = Counter[SessionState]()
+    builds = Counter[str]()
+    for trait, count in there.items():
+        counts[trait.state] += count
+        builds[trait.fingerprint] += count
+    state = next((state for state in _MODEL_STATES if counts[state]), None)
+    speaking = [trait for trait in there if trait.state is state] or list(there) or list(traits)
+    entry: dict[str, Any] = {
+        "id": model,
+        "object": "model",
+        "created": 0,
+        "owned_by": min(trait.provider for trait in speaking),
+        "state": OFFLINE if state is None else str(state),
+        "sessions": {str(one): counts[one] for one in SessionState if counts[one]},
+    }
+    if state is SessionState.LOADING:
+        told = [trait.loading_progress for trait in speaking if trait.loading_progress is not None]
+        entry["progress"] = max(told, default=None)
+    if limits := [trait.context_tokens_max for trait in speaking if trait.context_tokens_max]:
+        entry["max_model_len"] = min(limits)
+    if len(builds) > 1:
+        entry["fingerprints"] = dict(sorted(builds.items()))
+    return entry, bool(there)
 
 
 def _age(seconds: float | None) -> bytes:

@@ -72,6 +72,7 @@ class Ingress:
         subscriptions = [await self._client.start(), *await self._copy.start()]
         await self._bus.barrier()
         await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
+        self._listing.body(time.monotonic())  # The first takes longest.
         async with asyncio.TaskGroup() as tasks:
             working = [self._copy.run(), self._watching(), self._server.watching()]
             if self._settings.keys_file is not None:

@@ -8,8 +8,10 @@ stops routing and never changes a record.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from serai.contracts.registry_digest import Digest
 from serai.contracts.session_record import Lifecycle, SessionRecord, join
@@ -21,6 +23,9 @@ SILENCE_INTERVALS_MAX = 3.25
 """After this many without a word on any path it is suspected. With the default interval of a second, and a look every
 quarter of one, that is within the 3.5 s that heartbeats alone may take."""
 
+DEFAULT_INTERVAL_S = 1.0
+"""Of a session whose status has not been heard yet."""
+CHANGES_REMEMBERED = 10_000
 ROUTABLE_FOR_S = 0.05
 """How long the list of routable sessions of a model is used again, when nothing was heard meanwhile, in seconds."""
 
@@ -51,9 +56,11 @@ class RegistryReplica:
         self._routable: dict[str, tuple[float, list[SessionRecord]]] = {}
         """Per model: when it was worked out, and the answer. Dropped by every change; silence alone shows within
         `ROUTABLE_FOR_S`."""
+        self._shortest_interval_s = DEFAULT_INTERVAL_S
         self._in_doubt: dict[str, None] = {}
         """Sessions asked after, which have not been found to be suspected yet."""
-        self._generations: dict[str, int] = {}
+        self._model_heard_at_s: dict[str, float] = {}
+        self._changed_sessions: deque[str] = deque(maxlen=CHANGES_REMEMBERED)
         self.changes = 0
         """Counts everything that may change what is said of any session: records, and opinions of who is alive."""
 
@@ -94,36 +101,42 @@ class RegistryReplica:
         if joined is known:
             return False
         self._replace(known, joined)
+        if heard:
+            self._model_heard_at_s[joined.metadata.model] = now
         return True
 
     def _replace(self, known: SessionRecord | None, joined: SessionRecord | None) -> None:
         for record in (known, joined):
             if record is not None:
-                self._changed(record.metadata.model)
+                self._changed(record)
         if known is not None:
             self.digest(known.metadata.site).remove(known)
             there = self._by_model[known.metadata.model]
             there.discard(known.session)
             if not there:
                 del self._by_model[known.metadata.model]
+                self._model_heard_at_s.pop(known.metadata.model, None)
         if joined is not None:
             self.digest(joined.metadata.site).add(joined)
             self._records[joined.session] = joined
             self._by_model.setdefault(joined.metadata.model, set()).add(joined.session)
 
-    def _changed(self, model: str) -> None:
+    def _changed(self, record: SessionRecord) -> None:
         self.changes += 1
-        self._generations[model] = self.changes
-        self._routable.pop(model, None)
+        self._changed_sessions.append(record.session)
+        self._routable.pop(record.metadata.model, None)
 
     def _opinion_changed(self, session: str) -> None:
         if record := self._records.get(session):
-            self._changed(record.metadata.model)
+            self._changed(record)
 
-    def generation(self, model: str) -> int:
-        """Another number each time when something may have changed that is said of sessions of `model`. Silence is
+    def changed_since(self, changes: int) -> set[str] | None:
+        """Sessions of which something else may be said than when `changes` was that; None = it may be any. Silence is
         noticed by `doubtful`."""
-        return self._generations.get(model, 0)
+        count = self.changes - changes
+        if count > len(self._changed_sessions):
+            return None
+        return set(islice(reversed(self._changed_sessions), count))
 
     def _heard(self, session: str, sighting: Sighting, now: float) -> None:
         if sighting.heard_at_s is None or sighting.asked_at_s is not None or sighting.unreachable:
@@ -131,6 +144,8 @@ class RegistryReplica:
         if sighting.heard_at_s is None or now > sighting.heard_at_s:
             sighting.heard_at_s = now
             sighting.asked_at_s = None  # Older news answers no question.
+            if record := self._records.get(session):
+                self._model_heard_at_s[record.metadata.model] = now
 
     def hear(self, status: SessionStatus, now: float) -> bool:
         """Notes a status; True when its record is unknown here or newer than this copy, and should be asked for."""
@@ -145,6 +160,8 @@ class RegistryReplica:
             self._opinion_changed(status.session)
         sighting.status = status
         sighting.unreachable = False
+        if status.interval_s < self._shortest_interval_s:
+            self._shortest_interval_s = status.interval_s
         known = self._records[status.session]
         return (status.lifecycle, status.version) > (known.lifecycle, known.version)
 
@@ -167,20 +184,23 @@ class RegistryReplica:
             sighting.known_since_s = min(now, sighting.known_since_s + seconds)
             if sighting.heard_at_s is not None:
                 sighting.heard_at_s = min(now, sighting.heard_at_s + seconds)
-        for model in self._by_model:
-            self._changed(model)
+        self.changes += 1
+        self._changed_sessions.clear()
+        self._routable.clear()
 
     def doubtful(self, now: float) -> list[str]:
         """Sessions that have been silent for long enough to be asked after, each once per silence; they count as
         asked from now on."""
         found = []
+        soon_enough_s = now - DOUBT_INTERVALS * self._shortest_interval_s  # Nearly all, in one comparison.
         for session, sighting in self._sightings.items():
-            if sighting.heard_at_s is None or sighting.asked_at_s is not None:
+            heard_at_s = sighting.heard_at_s
+            if heard_at_s is None or heard_at_s >= soon_enough_s or sighting.asked_at_s is not None:
                 continue
             record = self._records[session]
             if record.lifecycle is Lifecycle.LEFT:
                 continue
-            if now - sighting.heard_at_s > DOUBT_INTERVALS * _interval_s(sighting):
+            if now - heard_at_s > DOUBT_INTERVALS * _interval_s(sighting):
                 sighting.asked_at_s = now
                 self._in_doubt[session] = None
                 found.append(session)
@@ -223,12 +243,8 @@ class RegistryReplica:
 
     def heard_model_ago_s(self, model: str, now: float) -> float | None:
         """Seconds since any session of `model` was last heard; None = none was by this observer."""
-        newest = None
-        for session in self._by_model.get(model, ()):
-            heard_at_s = self._sightings[session].heard_at_s
-            if heard_at_s is not None and (newest is None or heard_at_s > newest):
-                newest = heard_at_s
-        return None if newest is None else now - newest
+        heard_at_s = self._model_heard_at_s.get(model)
+        return None if heard_at_s is None else now - heard_at_s
 
     def status(self, session: str) -> SessionStatus | None:
         sighting = self._sightings.get(session)
@@ -280,6 +296,11 @@ class RegistryReplica:
         """All sessions of `model`, those that left among them."""
         return sorted(self._by_model.get(model, ()))
 
+    @property
+    def sessions(self) -> list[str]:
+        """All sessions of which there are records, in no order."""
+        return list(self._records)
+
     def models(self, now: float) -> list[str]:
         """Names that have at least one routable session."""
         return sorted(model for model in self._by_model if self.routable(model, now))
@@ -298,4 +319,4 @@ class RegistryReplica:
 
 
 def _interval_s(sighting: Sighting) -> float:
-    return sighting.status.interval_s if sighting.status else 1.0
+    return sighting.status.interval_s if sighting.status else DEFAULT_INTERVAL_S
