@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 
+from serai.contracts.subjects import CANCEL, INFERENCE, PROBE, SESSION, STATUS
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.service import run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
+from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.engine.kinds import engine_of
+from serai.worker_agent.gpus import visible_gpus
 from serai.worker_agent.service import WorkerAgent
 from serai.worker_agent.settings import AgentSettings
 
@@ -28,11 +32,28 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logs("agent", settings.log_level, json=settings.log_json)
 
     async def main(stop: asyncio.Event) -> None:
-        bus = await NatsBus.connect(settings.nats, "agent")
+        # A name of its own: the server's word that a connection has closed is all that tells whose it was.
+        connection = f"agent-{os.urandom(6).hex()}"
+        bus = await NatsBus.connect(settings.nats, "agent", name=connection)
         tracing = set_up_traces("agent")
         try:
+            await bus.self_test(
+                must_publish=[SESSION.every, STATUS.every, PROBE.every],
+                must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every],
+                must_not_subscribe=["_INBOX_ingress.>"],
+            )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
-                await WorkerAgent(settings, engine, command, bus, tracing).run(stop)
+                agent = WorkerAgent(
+                    settings,
+                    engine,
+                    command,
+                    bus,
+                    tracing,
+                    connection=connection,
+                    gpus=await visible_gpus(),
+                    allocation_end=AllocationEnd(),
+                )
+                await agent.run(stop)
         finally:
             await bus.aclose()
             tracing.close()

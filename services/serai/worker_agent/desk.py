@@ -72,11 +72,26 @@ class Desk:
         """Set while no new request may start; the reason goes back with each refusal."""
         self.requests_total = 0
         self.output_bytes_total = 0
+        self._progress_at_s = float("-inf")
+        """When the last byte came of the answers that have ended."""
         self.on_empty: Callable[[], None] = lambda: None
 
     @property
     def in_flight(self) -> int:
         return len(self._exchanges)
+
+    def at_the_engine(self) -> list[Exchange]:
+        """Requests that the engine has, and whose answers are read now: not those that wait for their reader."""
+        return [e for e in self._exchanges.values() if e.posted_at_s and e.paused_at_s is None]
+
+    def progress_at_s(self) -> float:
+        """When the engine last said something of an answer. A head proves nothing, nor does an error: HTTP servers
+        send them while the engine behind them hangs."""
+        last = self._progress_at_s
+        for exchange in self._exchanges.values():
+            if exchange.sent_bytes and exchange.last_engine_byte_at_s > last and exchange.status < 400:
+                last = exchange.last_engine_byte_at_s
+        return last
 
     # -- bus handlers --------------------------------------------------------------------------------------------
 
@@ -220,7 +235,10 @@ class Desk:
     def _on_done(self, exchange: Exchange, code: FailureCode | None) -> None:
         self._exchanges.pop((exchange.reply, exchange.attempt), None)
         self.requests_total += 1
-        self.output_bytes_total += exchange.sent_bytes
+        if exchange.sent_bytes:
+            self.output_bytes_total += exchange.sent_bytes
+            if exchange.status < 400:
+                self._progress_at_s = max(self._progress_at_s, exchange.last_engine_byte_at_s)
         REQUESTS.of(code or "ok").add()
         if exchange.first_byte_at_s:
             FIRST_BYTE.of().observe(exchange.first_byte_at_s - exchange.posted_at_s)

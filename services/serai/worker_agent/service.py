@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,26 +16,39 @@ import structlog
 
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.inference import FailureCode
-from serai.contracts.session_record import Draining, Lifecycle, SessionMetadata, SessionRecord, new_session_id
-from serai.contracts.status import SessionStatus
-from serai.contracts.subjects import CANCEL, INFERENCE, SESSION, STATUS
+from serai.contracts.session_record import (
+    Draining,
+    GpuDevice,
+    Lifecycle,
+    SessionMetadata,
+    SessionRecord,
+    new_session_id,
+)
+from serai.contracts.status import ProbeAnswer, SessionStatus
+from serai.contracts.subjects import CANCEL, INFERENCE, PROBE, SESSION, STATUS
 from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, Subscription
 from serai.runtime.connection_settings import host_name
 from serai.runtime.http1 import HttpPool, Origin
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.runtime.version import VERSION
+from serai.worker_agent.allocation import AllocationEnd
+from serai.worker_agent.command_line import parallelism_of
 from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
 from serai.worker_agent.engine.process import EngineStarter, RunningEngine, start_on_loopback
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
 from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.probe_answers import ProbeAnswers
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.watchdog import Watchdog
 
 log = structlog.get_logger()
 
 ANNOUNCE_TIMEOUT_S = 2.0
 REANNOUNCE_EVERY_S = 10.0
+RETURN_SPREAD_S = 1.0
+"""Agents that are back at the same moment announce themselves over so many seconds."""
 WITHDRAWAL_S = 0.25
 """After the word that we drain: how long a request that was already on its way is still taken."""
 
@@ -50,7 +64,12 @@ class WorkerAgent:
         bus: Bus,
         tracing: Tracing,
         start_engine: EngineStarter = start_on_loopback,
+        *,
+        connection: str = "",
+        gpus: Sequence[GpuDevice] = (),
+        allocation_end: AllocationEnd | None = None,
     ) -> None:
+        """`connection` is the name under which the NATS server knows `bus`."""
         self._settings = settings
         self._engine = engine
         self._command = command
@@ -64,22 +83,35 @@ class WorkerAgent:
         self._status_sequence = 0
         self._acknowledged_version = -1
         self._changed = asyncio.Event()
-        self._declared_gone = asyncio.Event()
+        self._spent = asyncio.Event()
+        self._spent_because = ""
+        """Why our id can be used no more."""
+        self._lost_at_s: float | None = None
+        """When NATS was lost; None while we have it."""
         self._registry_answers = True
-        self.record = self._first_record()
+        self._allocation_end = allocation_end
+        self.record = self._first_record(connection, gpus)
+        self._probes = ProbeAnswers(bus, self.record.session, self._probe_answer)
         self._pool: HttpPool | None = None
+        self._served = ServedModel("")
         self._desk: Desk | None = None
+        self._watchdog: Watchdog | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, or until the engine ends by itself. Raises ServiceFailure with the reason then."""
         async with asyncio.TaskGroup() as tasks:
-            living = [tasks.create_task(self._announcing()), tasks.create_task(self._showing_life())]
+            living = [
+                tasks.create_task(self._announcing()),
+                tasks.create_task(self._showing_life()),
+                tasks.create_task(self._following_allocation()),
+            ]
             try:
+                await self._listen()
                 if not await self._start(stop):
                     return
                 subscriptions = await self._open_desk()
-                watching = tasks.create_task(self._watching())
-                living.append(watching)
+                assert self._watchdog is not None
+                living += [tasks.create_task(self._watching()), tasks.create_task(self._watchdog.watching())]
                 self._say(Lifecycle.SERVING, replace(self.record.metadata, loading_progress=None, loading_phase=""))
                 log.info("agent.serving", session=self.record.session, model=self._settings.model)
                 await self._until_over(stop)
@@ -88,9 +120,18 @@ class WorkerAgent:
             finally:
                 for task in living:
                     task.cancel()
+                self._probes.close()
                 await self._leave()
 
     # -- start ---------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """To what concerns us before the engine serves: whether we are there, and what others say of us."""
+        self._bus.on_disconnect(self._on_disconnect)
+        self._bus.on_reconnect(self._on_reconnect)
+        session = self.record.session
+        await self._bus.subscribe(PROBE.of(session), self._probes.on_probe)
+        await self._bus.subscribe(SESSION.of(session), self._on_session)
 
     async def _start(self, stop: asyncio.Event) -> bool:
         """Starts the engine and waits until it serves. False when told to stop meanwhile."""
@@ -108,7 +149,8 @@ class WorkerAgent:
             )
         )
         stopping = asyncio.ensure_future(stop.wait())
-        ends: set[asyncio.Future[object]] = {serving, stopping}  # type: ignore[arg-type]
+        spent = asyncio.ensure_future(self._spent.wait())
+        ends: set[asyncio.Future[object]] = {serving, stopping, spent}  # type: ignore[arg-type]
         if self._process is not None:
             ends.add(self._process.exited)  # type: ignore[arg-type]
         try:
@@ -117,6 +159,7 @@ class WorkerAgent:
                 return False
             if self._process is not None and self._process.exited.done():
                 raise ServiceFailure(self._exit_story("before it served"))
+            self._refuse_spent_id()
             self._serves(serving.result())
             return True
         except (EngineMisconfigured, TimeoutError) as error:
@@ -124,6 +167,7 @@ class WorkerAgent:
         finally:
             serving.cancel()
             stopping.cancel()
+            spent.cancel()
 
     async def _start_process(self) -> Origin:
         try:
@@ -135,6 +179,7 @@ class WorkerAgent:
         return origin
 
     def _serves(self, served: ServedModel) -> None:
+        self._served = served
         metadata = replace(
             self.record.metadata,
             engine_model=served.engine_model,
@@ -159,14 +204,19 @@ class WorkerAgent:
         )
         outbox = Outbox(self._bus)
         desk = self._desk = Desk(self._pool, outbox, limits, self._tracing, self._engine_headers)
-        # Frames may be lost with the connection, so no stream can go on after it: free the engine at once.
-        self._bus.on_disconnect(lambda: desk.fail_all(FailureCode.BUS_LOST, "the agent lost NATS"))
-        self._bus.on_reconnect(self._changed.set)
+        self._watchdog = Watchdog(
+            desk,
+            self._pool,
+            self._engine,
+            self._served,
+            self._engine_headers,
+            self._show_life,
+            prefill_s_per_token=settings.prefill_s_per_token or None,
+        )
         session = self.record.session
         subscriptions = [
             await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
             await self._bus.subscribe(CANCEL.of(session), desk.on_cancel),
-            await self._bus.subscribe(SESSION.of(session), self._on_session),
         ]
         await self._bus.barrier()
         return subscriptions
@@ -175,18 +225,16 @@ class WorkerAgent:
 
     async def _until_over(self, stop: asyncio.Event) -> None:
         stopping = asyncio.ensure_future(stop.wait())
-        gone = asyncio.ensure_future(self._declared_gone.wait())
-        ends: set[asyncio.Future[object]] = {stopping, gone}  # type: ignore[arg-type]
+        spent = asyncio.ensure_future(self._spent.wait())
+        ends: set[asyncio.Future[object]] = {stopping, spent}  # type: ignore[arg-type]
         if self._process is not None:
             ends.add(self._process.exited)  # type: ignore[arg-type]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-            gone.cancel()
-        if self._declared_gone.is_set():
-            # A new id means a new session from the start; ending and being started again is the one path to it.
-            raise ServiceFailure("the registry says that this session has left; start the agent again for a new one")
+            spent.cancel()
+        self._refuse_spent_id()
         if self._process is not None and self._process.exited.done():
             self._say(Lifecycle.DOWN)
             raise ServiceFailure(self._exit_story("while it served"))
@@ -200,7 +248,55 @@ class WorkerAgent:
             return
         if record.session == self.record.session and record.lifecycle > self.record.lifecycle:
             log.error("agent.declared_gone", lifecycle=record.lifecycle.name)
-            self._declared_gone.set()
+            self._spend("the registry says that this session has left")
+
+    def _spend(self, because: str) -> None:
+        self._spent_because = because
+        self._spent.set()
+
+    def _refuse_spent_id(self) -> None:
+        # A new id means a new session from the start; ending and being started again is the one path to it.
+        if self._spent.is_set():
+            raise ServiceFailure(f"{self._spent_because}; start again as a new session")
+
+    def _on_disconnect(self) -> None:
+        if self._lost_at_s is None:
+            self._lost_at_s = time.monotonic()
+        if self._desk is not None:
+            # Frames may be lost with the connection, so no stream can go on after it: free the engine at once.
+            self._desk.fail_all(FailureCode.BUS_LOST, "the agent lost NATS")
+
+    def _on_reconnect(self) -> None:
+        """Whoever was away for long may have been closed and forgotten, and must not come back under the old id."""
+        away_s = 0.0 if self._lost_at_s is None else time.monotonic() - self._lost_at_s
+        if away_s > self._settings.rejoin_after_s:
+            log.error("agent.away_too_long", away_s=round(away_s))
+            self._spend(f"NATS was out of reach for {away_s:.0f} s, and others may have closed this session meanwhile")
+            return
+        self._lost_at_s = None
+        asyncio.get_running_loop().call_later(random.uniform(0, RETURN_SPREAD_S), self._return)
+
+    def _return(self) -> None:
+        self._changed.set()
+        self._show_life()
+
+    @property
+    def _silenced(self) -> bool:
+        """Whether the only word that is still ours to say is that we leave."""
+        return (
+            self._lost_at_s is not None
+            and self.record.lifecycle is not Lifecycle.LEFT
+            and time.monotonic() - self._lost_at_s > self._settings.rejoin_after_s
+        )
+
+    async def _following_allocation(self) -> None:
+        """Keeps in the record when our allocation ends."""
+        while (end := self._allocation_end) is not None:
+            if await end.ask():
+                log.info("allocation.ends", at=end.ends_at())
+                metadata = replace(self.record.metadata, allocation_ends_at=end.ends_at())
+                self._say(self.record.lifecycle, metadata)
+            await end.pause()
 
     async def _watching(self) -> None:
         assert self._desk is not None
@@ -254,7 +350,7 @@ class WorkerAgent:
 
     # -- what the others know of us ------------------------------------------------------------------------------
 
-    def _first_record(self) -> SessionRecord:
+    def _first_record(self, connection: str, gpus: Sequence[GpuDevice]) -> SessionRecord:
         settings = self._settings
         metadata = SessionMetadata(
             model=settings.model,
@@ -267,6 +363,12 @@ class WorkerAgent:
             concurrency_max=settings.concurrency_max,
             loading_phase="starting",
             agent_version=VERSION,
+            labels=settings.label_values,
+            connection=connection,
+            worker_group=settings.worker_group,
+            gpus=list(gpus),
+            parallelism=parallelism_of(self._command),
+            restart_count=settings.restart_count,
         )
         session = new_session_id(
             settings.site, settings.allocation_name, settings.restart_count, random.SystemRandom().randbytes(6).hex()
@@ -277,6 +379,8 @@ class WorkerAgent:
         """Changes our record and wakes the announcer; the first word also goes out at once, unacknowledged."""
         self.record = self.record.advanced(lifecycle, metadata)
         self._changed.set()
+        if self._silenced:
+            return
         try:
             self._bus.publish(SESSION.of(self.record.session), encode(self.record))
         except BusDisconnected:
@@ -298,6 +402,8 @@ class WorkerAgent:
 
     async def _announce(self) -> None:
         record = self.record
+        if self._silenced:
+            return
         try:
             await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
             self._acknowledged_version = record.version
@@ -313,6 +419,8 @@ class WorkerAgent:
             await asyncio.sleep(self._settings.status_interval_s * random.uniform(0.9, 1.1))
 
     def _show_life(self) -> None:
+        if self._silenced:
+            return
         self._status_sequence += 1
         desk = self._desk
         status = SessionStatus(
@@ -324,11 +432,29 @@ class WorkerAgent:
             in_flight=desk.in_flight if desk else 0,
             requests_total=desk.requests_total if desk else 0,
             output_bytes_total=desk.output_bytes_total if desk else 0,
+            stalled_s=self._stalled_s,
+            allocation_remaining_s=self._allocation_remaining_s,
         )
         try:
             self._bus.publish(STATUS.of(status.session), encode(status))
         except BusDisconnected:
             pass  # Silence is what a disconnected agent should be.
+
+    def _probe_answer(self) -> ProbeAnswer:
+        record = self.record
+        return ProbeAnswer(
+            record.session, lifecycle=record.lifecycle, version=record.version, stalled_s=self._stalled_s
+        )
+
+    @property
+    def _stalled_s(self) -> float:
+        # Tenths are enough for anybody, and every digit is sent every second.
+        return round(self._watchdog.stalled_s, 1) if self._watchdog else 0.0
+
+    @property
+    def _allocation_remaining_s(self) -> float | None:
+        remaining_s = self._allocation_end.remaining_s() if self._allocation_end else None
+        return None if remaining_s is None else round(remaining_s)
 
     # -- words for people ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass
 
+from serai.contracts.session_record import LABELS_MAX, TEXT_CHARACTERS_MAX
 from serai.runtime.connection_settings import ConnectionSettings, host_name
 from serai.runtime.http1 import Origin
 from serai.runtime.settings import setting
@@ -27,6 +28,16 @@ class AgentSettings(ConnectionSettings):
     drain_s: float = setting(60.0, "how long running requests may take to finish after SIGTERM, in seconds")
     engine_stop_s: float = setting(10.0, "how long the engine may take to end before it is killed, in seconds")
     status_interval_s: float = setting(1.0, "time between signs of life, in seconds")
+    rejoin_after_s: float = setting(
+        3600.0,
+        "an agent that was without NATS for longer ends, and has to be started again as a new session; less than the "
+        "time after which registries close silent sessions",
+    )
+    prefill_s_per_token: float = setting(
+        0.0, "what a prompt token may take at worst, in seconds, until the engine has shown it; 0 = by kind of engine"
+    )
+    worker_group: str = setting("", "name of the group of agents that were launched together")
+    labels: tuple[str, ...] = setting((), "KEY=VALUE, a label of the session; may be repeated", flag="--label")
 
     def __post_init__(self) -> None:
         # Not super(): dataclasses with slots are made twice, and super() would look at the first.
@@ -46,12 +57,21 @@ class AgentSettings(ConnectionSettings):
             "--start-timeout-s": self.start_timeout_s,
             "--engine-silence-s": self.engine_silence_s,
             "--status-interval-s": self.status_interval_s,
+            "--rejoin-after-s": self.rejoin_after_s,
         }
         for flag, value in positive.items():
             if value <= 0:
                 raise ValueError(f"{flag} {value:g}: must be above 0")
         if self.drain_s < 0 or self.engine_stop_s < 0:
             raise ValueError("--drain-s and --engine-stop-s must not be negative")
+        if self.prefill_s_per_token < 0:
+            raise ValueError("--prefill-s-per-token must not be negative; 0 = by kind of engine")
+        _check_labels(self.labels)
+
+    @property
+    def label_values(self) -> dict[str, str]:
+        """Labels by their keys; the last of several with one key counts."""
+        return dict(label.split("=", 1) for label in self.labels)
 
     @property
     def allocation_name(self) -> str:
@@ -69,3 +89,14 @@ class AgentSettings(ConnectionSettings):
         """How often the batch system has requeued this allocation."""
         text = os.environ.get("SLURM_RESTART_COUNT", "0")
         return int(text) if text.isdigit() else 0
+
+
+def _check_labels(labels: tuple[str, ...]) -> None:
+    if len(labels) > LABELS_MAX:
+        raise ValueError(f"--label: {len(labels)} labels; at most {LABELS_MAX}")
+    for label in labels:
+        key, equals, value = label.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--label {label!r}: must look like KEY=VALUE")
+        if max(len(key), len(value)) > TEXT_CHARACTERS_MAX:
+            raise ValueError(f"--label {key[:40]!r}: keys and values have at most {TEXT_CHARACTERS_MAX} characters")

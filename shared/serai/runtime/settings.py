@@ -41,6 +41,8 @@ def add_settings(parser: argparse.ArgumentParser, kind: type) -> None:
         options: dict[str, Any] = {"help": f"{item.metadata['help']} ({_env(item)}; {default})", "default": None}
         if hints[item.name] is bool:
             options["action"] = argparse.BooleanOptionalAction
+        elif hints[item.name] == tuple[str, ...]:
+            options |= {"action": "append", "metavar": _flag(item).removeprefix("--").upper()}
         else:
             options["metavar"] = item.name.rsplit("_", 1)[-1].upper()
         parser.add_argument(_flag(item), dest=item.name, **options)
@@ -77,6 +79,13 @@ def _convert(text: Any, kind: Any, source: str) -> Any:
     try:
         if kind in (Path, Path | None):
             return Path(text).expanduser()
+        if kind == tuple[str, ...]:
+            # A variable holds all of them, a flag is given once for each.
+            return (
+                tuple(word.strip() for word in text.split(",") if word.strip())
+                if isinstance(text, str)
+                else tuple(text)
+            )
         value = msgspec.convert(text, kind, strict=False)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError
@@ -99,4 +108,4 @@ def _env(item: dataclasses.Field[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value in (None, "") else str(value)
+    return "none" if value in (None, "", ()) else str(value)

@@ -31,6 +31,12 @@ class Engine(Protocol):
     """One engine kind; stateless."""
 
     kind: str
+    counters: Sequence[str]
+    """Names, in its /metrics, of what moves while it works (`counters.py`)."""
+    counter_grain_s: float | None
+    """For how long they may stand still while it works, in seconds; None = no limit is known."""
+    prefill_s_per_token: float
+    """What a prompt token may take at worst, in seconds, until the engine itself has shown."""
 
     def recognises(self, command: Sequence[str]) -> bool:
         """Whether `command` starts an engine of this kind."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serai.worker_agent.engine.counters import SGLANG_COUNTERS, VLLM_COUNTERS
 from serai.worker_agent.engine.openai import OpenAiEngine, is_serai_engine, runs_module, with_port_flags
 
 
@@ -11,6 +12,11 @@ class EmulatedEngine(OpenAiEngine):
     """Takes `--host` and `--port`."""
 
     kind = "emulated"
+    # Its KV cache is also filled by requests that it then hangs with, so that gauge proves nothing.
+    counters = (*VLLM_COUNTERS, *SGLANG_COUNTERS)
+    # With fixed timing an answer in one piece is counted at its end.
+    counter_grain_s = None
+    prefill_s_per_token = 0.002
 
     def recognises(self, command: Sequence[str]) -> bool:
         return is_serai_engine(command, "emulate") or runs_module(command, "serai.engine_emulator")

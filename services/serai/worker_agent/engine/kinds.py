@@ -8,10 +8,11 @@ from serai.worker_agent.engine.base import Engine
 from serai.worker_agent.engine.emulated import EmulatedEngine
 from serai.worker_agent.engine.llamacpp import LlamaCppEngine
 from serai.worker_agent.engine.openai import OpenAiEngine
+from serai.worker_agent.engine.sglang import SglangEngine
 from serai.worker_agent.engine.vllm import VllmEngine
 
 ENGINES: dict[str, Engine] = {
-    engine.kind: engine for engine in (VllmEngine(), LlamaCppEngine(), EmulatedEngine(), OpenAiEngine())
+    engine.kind: engine for engine in (VllmEngine(), SglangEngine(), LlamaCppEngine(), EmulatedEngine(), OpenAiEngine())
 }
 
 

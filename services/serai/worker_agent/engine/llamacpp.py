@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from serai.worker_agent.engine.counters import LLAMACPP_COUNTERS
 from serai.worker_agent.engine.openai import (
     OpenAiEngine,
     is_serai_engine,
@@ -18,6 +19,9 @@ class LlamaCppEngine(OpenAiEngine):
     """Takes `--host` and `--port`; tells its context limit under `meta`; aborts when the connection closes."""
 
     kind = "llamacpp"
+    counters = LLAMACPP_COUNTERS
+    counter_grain_s = 0.0
+    prefill_s_per_token = 0.02
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (

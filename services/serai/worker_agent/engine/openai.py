@@ -8,12 +8,22 @@ from pathlib import PurePath
 from typing import Any
 
 from serai.worker_agent.engine.base import EngineMisconfigured, NotServing, ServedModel
+from serai.worker_agent.engine.counters import (
+    LLAMACPP_COUNTERS,
+    SGLANG_COUNTERS,
+    SGLANG_GAUGES,
+    VLLM_COUNTERS,
+    VLLM_GAUGES,
+)
 
 
 class OpenAiEngine:
     """An engine of which nothing is known but its API: the command must say where the port goes, as `{port}`."""
 
     kind = "openai"
+    counters: Sequence[str] = (*VLLM_COUNTERS, *VLLM_GAUGES, *SGLANG_COUNTERS, *SGLANG_GAUGES, *LLAMACPP_COUNTERS)
+    counter_grain_s: float | None = None
+    prefill_s_per_token = 0.02
 
     def recognises(self, command: Sequence[str]) -> bool:
         return True

@@ -37,7 +37,7 @@ async def wait_until_serving(
         try:
             served = await _listed(engine, pool, wanted, headers)
             on_phase("canary")
-            await _canary(pool, served.engine_model, headers)
+            await canary(pool, served.engine_model, headers)
             return served
         except (NotServing, HttpFailure, TimeoutError) as error:
             missing = str(error) or missing
@@ -60,8 +60,9 @@ async def _listed(engine: Engine, pool: HttpPool, wanted: str, headers: dict[str
     return engine.served(models if isinstance(models, dict) else {}, wanted)
 
 
-async def _canary(pool: HttpPool, model: str, headers: dict[str, str]) -> None:
-    """One token. `/health` says 200 while a model still loads, or when the engine hangs; a token does not."""
+async def canary(pool: HttpPool, model: str, headers: dict[str, str], timeout_s: float = CANARY_TIMEOUT_S) -> None:
+    """One token. `/health` says 200 while a model still loads, or when the engine hangs; a token does not. Raises
+    NotServing, HttpFailure or TimeoutError."""
     attempts = (
         ("/v1/completions", {"model": model, "prompt": "1", "max_tokens": 1}),
         ("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}),
@@ -74,7 +75,7 @@ async def _canary(pool: HttpPool, model: str, headers: dict[str, str]) -> None:
             path,
             body=orjson.dumps(body),
             headers={"content-type": "application/json"} | headers,
-            timeout_s=CANARY_TIMEOUT_S,
+            timeout_s=timeout_s,
         )
         status = answer.status
         if status == 200:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serai.worker_agent.engine.counters import VLLM_COUNTERS, VLLM_GAUGES
 from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
 
 
@@ -11,6 +12,9 @@ class VllmEngine(OpenAiEngine):
     """Takes `--host` and `--port`; lists `max_model_len`; aborts a request when its connection closes."""
 
     kind = "vllm"
+    counters = (*VLLM_COUNTERS, *VLLM_GAUGES)
+    counter_grain_s = 0.0
+    prefill_s_per_token = 0.002
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "vllm" and "serve" in command) or runs_module(command, "vllm.entrypoints")
