@@ -684,3 +684,43 @@ def check_frames(frames: list[Frame], said: bytes) -> None:
     if numbered and numbered[-1].kind == FrameKind.END:
         assert data == said
         assert decode(ResponseEnd, numbered[-1].payload).data_bytes == len(said)
+
+
+@in_loop
+async def test_progress_is_what_engines_say_of_answers_and_not_heads_or_errors(clock: Clock) -> None:
+    agent = Agent()
+    agent.request(1)
+    assert agent.desk.at_the_engine() == []  # No connection yet.
+    posted = agent.posted
+    posted.lend()
+    (exchange,) = agent.desk.at_the_engine()
+    clock.advance(1)
+    posted.head()
+    assert agent.desk.progress_at_s() == float("-inf")
+    clock.advance(1)
+    posted.data(b"token")
+    assert agent.desk.progress_at_s() == clock.now_s
+    said_at_s = clock.now_s
+    agent.request(2)
+    agent.posted.lend()
+    agent.posted.head(400)
+    clock.advance(1)
+    agent.posted.data(b"no")
+    agent.posted.complete()
+    posted.complete()
+    assert exchange.done
+    assert agent.desk.progress_at_s() == said_at_s
+
+
+@in_loop
+async def test_a_request_whose_reader_is_slow_is_not_the_engine_s_to_finish(clock: Clock) -> None:
+    agent = Agent()
+    agent.request(window_bytes=4)
+    agent.posted.lend()
+    agent.posted.head()
+    agent.posted.data(b"too much")
+    assert agent.desk.at_the_engine() == []
+    clock.advance(30)
+    agent.credit(1)
+    assert len(agent.desk.at_the_engine()) == 1
+    assert agent.desk.progress_at_s() == clock.now_s
