@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from serai.contracts.subjects import INFERENCE, SESSION, SESSIONS_BUCKET, SNAPSHOT, STATUS
 from serai.registry.service import Registry
 from serai.registry.settings import RegistrySettings
 from serai.runtime.nats_bus import NatsBus
+from serai.runtime.reconnect_curve import SPAN_FEW_S
 from serai.runtime.service import run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings
 from serai.runtime.telemetry import set_up_logs
@@ -22,8 +24,16 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logs("registry", settings.log_level, json=settings.log_json)
 
     async def main(stop: asyncio.Event) -> None:
-        bus = await NatsBus.connect(settings.nats, "registry")
+        bus = await NatsBus.connect(settings.nats, "registry", reconnect_span_s=SPAN_FEW_S)
         try:
+            await bus.self_test(
+                must_publish=[
+                    *["_INBOX_ingress.self-test", SESSION.every],
+                    *[f"$KV.{SESSIONS_BUCKET}.>", f"$JS.API.STREAM.INFO.KV_{SESSIONS_BUCKET}"],
+                ],
+                must_subscribe=[SESSION.every, STATUS.every, SNAPSHOT.every],
+                must_not_subscribe=[INFERENCE.every, "_INBOX_ingress.>"],
+            )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
                 await Registry(settings, bus).run(stop)
         finally:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         tracing = set_up_traces("agent")
         try:
             await bus.self_test(
-                must_publish=[SESSION.every, STATUS.every, PROBE.every],
+                must_publish=["_INBOX_ingress.self-test", SESSION.every, STATUS.every, PROBE.every],
                 must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )

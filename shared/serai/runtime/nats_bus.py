@@ -350,13 +350,14 @@ class NatsBus:
     ) -> None:
         """Whether the server lets this connection do what it must, and nothing of what it must not: a missing
         permission is silence otherwise, and one too many is nobody's concern until it is used. Wildcards are meant as
-        such. Nothing is delivered to anybody; it takes three round trips. Raises BusError with one line that says what
-        to change. An open server, one that takes anybody, refuses nothing: said once in the log."""
+        such, and tried in one instance. Nothing is delivered to anybody but the server's traces, to the first of
+        `must_publish`, which must be a subject that nobody hears. It takes four round trips. Raises BusError with one
+        line that says what to change. An open server, one that takes anybody, refuses nothing: said in the log."""
         if must_not_subscribe and not self._client._server_info.get("auth_required"):
             log.warning("bus.open_server", server=self._address.url, advice="fine on one's own machine only")
             must_not_subscribe = ()
         denied = await self._denied([*must_subscribe, *must_not_subscribe], must_publish)
-        faults = [f"add {one!r} to `publish`" for one in must_publish if ("publish", one.lower()) in denied]
+        faults = [f"add {one!r} to `publish`" for one in must_publish if ("publish", _instance(one).lower()) in denied]
         faults += [f"add {one!r} to `subscribe`" for one in must_subscribe if ("subscription", one.lower()) in denied]
         faults += [
             f"take what allows {one!r} out of `subscribe`"
@@ -384,13 +385,13 @@ class NatsBus:
             for line in lines:
                 await client._send_command(line.encode())
             for subject in publish:
-                client.append(*_traced_only(subject, self.inbox_prefix))
+                client.append(*_traced_only(subject, traces_to=publish[0]))
             self._write()
             await self._flush_twice()
             found = (
                 re.search(r'permissions violation for (publish|subscription) to "([^"]*)"', s) for s in self._trying
             )
-            return {(one[1], _plain(one[2], publish)) for one in found if one is not None}
+            return {(one[1], one[2]) for one in found if one is not None}
         finally:
             self._trying = None
 
@@ -550,20 +551,15 @@ def _read_seed(path: Path) -> str:
     return seed
 
 
-def _traced_only(subject: str, inbox_prefix: str) -> tuple[bytes, bytes]:
-    """A message that the server checks as any other and delivers to nobody; it would tell its way to a subject that
-    nobody listens to."""
-    headers = f"NATS/1.0\r\nNats-Trace-Dest: {inbox_prefix}.trace\r\nNats-Trace-Only: true\r\n\r\n".encode()
-    concrete = subject.replace("*", _SELF_TEST).replace(">", _SELF_TEST)
-    return f"HPUB {concrete} {len(headers)} {len(headers)}\r\n".encode(), headers
+def _traced_only(subject: str, traces_to: str) -> tuple[bytes, bytes]:
+    """A message that the server checks as any other and delivers to nobody; where it would have gone is told to
+    `traces_to`. When that is a subject we may not publish to, the server refuses it and looks no further."""
+    headers = f"NATS/1.0\r\nNats-Trace-Dest: {_instance(traces_to)}\r\nNats-Trace-Only: true\r\n\r\n".encode()
+    return f"HPUB {_instance(subject)} {len(headers)} {len(headers)}\r\n".encode(), headers
 
 
-def _plain(subject: str, published: Sequence[str]) -> str:
-    """The subject of an error, as it was asked for: one with wildcards was published to in one instance."""
-    for asked in published:
-        if asked.replace("*", _SELF_TEST).replace(">", _SELF_TEST).lower() == subject:
-            return asked.lower()
-    return subject
+def _instance(subject: str) -> str:
+    return subject.replace("*", _SELF_TEST).replace(">", _SELF_TEST)
 
 
 def _connect_advice(address: NatsAddress, error: Exception) -> str:
