@@ -14,7 +14,8 @@ from serai.runtime.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command's module has `add_arguments(parser)` and `run(arguments) -> exit code`."""
+    """A command's module has `add_arguments(parser)` and `run(arguments) -> exit code`. One that is named `""` is meant
+    when only flags follow: `serai registry` runs the service, `serai registry ls` is a tool."""
 
     module: str
     help: str
@@ -26,7 +27,15 @@ COMMANDS: Tree = {
     "up": Command("serai.cli.up", "start the whole system on this machine, with a small real model"),
     "agent": Command("serai.worker_agent.__main__", "wrap an engine in this allocation and join"),
     "ingress": Command("serai.ingress.__main__", "run the OpenAI-compatible gateway"),
-    "registry": Command("serai.registry.__main__", "run the registry of a site"),
+    "registry": {
+        "": Command("serai.registry.__main__", "run the registry of a site"),
+        "ls": Command("serai.cli.registry_ls", "list the sessions that the registry knows"),
+        "show": Command("serai.cli.registry_show", "show all that is known of one session"),
+        "watch": Command("serai.cli.registry_watch", "print changes of the registry as they come"),
+        "explain": Command("serai.cli.registry_explain", "say why a session gets no requests"),
+        "ended": Command("serai.cli.registry_ended", "tell the registry that an allocation is over"),
+    },
+    "health": Command("serai.cli.health", "say whether the registry answers and how many models serve"),
     "keys": {
         "add": Command("serai.cli.keys_add", "make an API key; it is shown once"),
         "list": Command("serai.cli.keys_list", "list the names of API keys"),
@@ -64,16 +73,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"serai {VERSION}")
         return 0
     path: list[str] = []
+    epilog: str | None = None
     node: Command | Tree = COMMANDS
     if _begins_with_scenario(words):
         words.insert(1, "run")
     while isinstance(node, dict):
-        if not words or words[0] not in node:
+        if "" in node and (not words or words[0].startswith("-")):
+            others = ", ".join(f"`serai {' '.join([*path, name])}`" for name in node if name)
+            node, epilog = node[""], f"Beside it: {others}."
+            continue
+        if not words or not words[0] or words[0] not in node:
             return _explain(path, node, words)
         path.append(words[0])
         node = node[words.pop(0)]
     module: Any = importlib.import_module(node.module)
-    parser = argparse.ArgumentParser(prog=f"serai {' '.join(path)}", description=module.__doc__)
+    parser = argparse.ArgumentParser(prog=f"serai {' '.join(path)}", description=module.__doc__, epilog=epilog)
     module.add_arguments(parser)
     try:
         return int(module.run(parser.parse_args(words)))
@@ -94,9 +108,14 @@ def _explain(path: list[str], node: Tree, words: list[str]) -> int:
         print(f"serai: there is no command `{' '.join([*path, words[0]])}`\n", file=out)
     print(f"usage: serai {' '.join([*path, ''])}COMMAND …   (each has --help)\n", file=out)
     for name, command in node.items():
-        shown = command.help if isinstance(command, Command) else ", ".join(command)
+        shown = command.help if isinstance(command, Command) else _names(command)
         print(f"  {name:<10} {shown}", file=out)
     return 2 if wrong else 0
+
+
+def _names(group: Tree) -> str:
+    own = group.get("")
+    return ", ".join([*([own.help] if isinstance(own, Command) else []), *[name for name in group if name]])
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ class RegistryCopy:
         """Sites of which a record was missed, by the word of the session itself."""
         self._all_wanted = False
         self._deaf_since_s: float | None = None
-        self._unanswered = False
+        self.problem = ""
+        """Why the registry did not answer when last asked; empty = it did."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after whatever may have changed this copy."""
         self.synced = False
@@ -333,18 +334,16 @@ class RegistryCopy:
         return decode(kind, answer.data)
 
     def _no_answer(self, error: Exception) -> None:
-        if not self._unanswered:
-            log.warning(
-                "registry_copy.no_answer",
-                error=str(error) or type(error).__name__,
-                effect="routing goes on from this copy and from what sessions say themselves",
-            )
-        self._unanswered = True
+        text = str(error) or type(error).__name__
+        if not self.problem:
+            effect = "routing goes on from this copy and from what sessions say themselves"
+            log.warning("registry_copy.no_answer", error=text, effect=effect)
+        self.problem = text
 
     def _answered(self) -> None:
-        if self._unanswered:
+        if self.problem:
             log.info("registry_copy.answered_again")
-        self._unanswered = False
+        self.problem = ""
 
     def _root_of(self, site: str) -> int:
         return self.replica.digest(site).root

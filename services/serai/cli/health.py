@@ -1,0 +1,40 @@
+"""Says whether NATS and this site's registry answer, and how many models serve. For a container's health check."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import orjson
+
+from serai.cli.registry_reader import DONE, Failed, Reader, add_reader_arguments, age_text, run_reader
+from serai.runtime.session_state import SessionState, state_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_reader_arguments(parser)
+    parser.add_argument("--models-min", type=int, default=0, metavar="N", help="fail when fewer serve (default: 0)")
+    parser.epilog = "Exit codes: 0 healthy, 1 NATS or the registry does not answer, or too few models, 2 wrong usage."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    async def main(reader: Reader) -> int:
+        now, replica = time.monotonic(), reader.copy.replica
+        models = replica.models(now)
+        states = [state_of(replica, session, now) for session in replica.sessions]
+        open_sessions = sum(state is not SessionState.LEFT for state in states)
+        serving = sum(state is SessionState.SERVING for state in states)
+        age_s = reader.copy.knowledge_age_s(now)
+        if arguments.json:
+            facts = {"site": reader.settings.site, "models": models, "sessions": open_sessions, "serving": serving}
+            print(orjson.dumps(facts).decode())
+        else:
+            print(
+                f"registry of site {reader.settings.site} answers ({age_text(age_s)} ago): "
+                f"{len(models)} models serve, {serving} of {open_sessions} sessions"
+            )
+        if len(models) < arguments.models_min:
+            raise Failed(f"{len(models)} models serve; wanted at least {arguments.models_min}")
+        return DONE
+
+    return run_reader("health", arguments, main)
