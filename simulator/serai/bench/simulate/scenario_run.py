@@ -119,24 +119,23 @@ def _progress(total: int) -> Any:
 
 
 def _scans(scenario: Scenario, points: Points) -> list[Chosen]:
-    found = []
-    for place, variant in enumerate(scenario.variants):
+    """Each label's best variant by the rates as written, at the middle level; only that is scanned more finely."""
+    level = scenario.levels[len(scenario.levels) // 2]
+
+    def worth(item: tuple[int, Variant]) -> tuple[float, float]:
+        curve = _curve(scenario, item[0], scenario.definition, points)
+        return judged(curve, level).highest_held_per_s or 0.0, fmean(point.attainment for point in curve)
+
+    chosen = []
+    for group in _by_label(list(enumerate(scenario.variants)), [variant.label for variant in scenario.variants]):
+        place, variant = max(group, key=worth)
 
         def attained(rate: float, seed: int, place: int = place) -> float:
             return points[place, rate, seed].attainment[scenario.definition]
 
         scans = scan_seeds(scenario.rates, attained, scenario.seeds, scenario.levels, refinements=scenario.refinements)
-        found.append((place, variant, scans))
-    first = scenario.levels[len(scenario.levels) // 2]
-
-    def worth(item: tuple[int, Variant, Mapping[float, GoodputScan]]) -> tuple[float, float]:
-        scan = item[2][first]
-        return scan.highest_held_per_s or 0.0, fmean(point.attainment for point in scan.curve)
-
-    return [
-        Chosen(*max(group, key=worth), tried=len(group))
-        for group in _by_label(found, [variant.label for _, variant, _ in found])
-    ]
+        chosen.append(Chosen(place, variant, scans, len(group)))
+    return chosen
 
 
 def _singles(scenario: Scenario, points: Points) -> list[Chosen]:
