@@ -37,8 +37,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from serai.bench.profile.engine import read_card
 from serai.ingress.routing import POLICIES
 from serai.performance.hardware import LINKS, Link, UnknownHardware, find_gpu, find_link
@@ -128,29 +126,22 @@ class Scenario:
 def read_scenario(file: Path, seeds: int | None = None) -> Scenario:
     """The scenario in `file`; `seeds` overrides how many it has. Raises BadInput, its place beginning with the file."""
     try:
-        found = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        from serai.bench.simulate import strict_yaml
+    except ModuleNotFoundError as error:
+        raise BadInput(str(file), f"needs {error.name}", "run `pip install 'serai[simulator]'`") from error
+    try:
+        found = strict_yaml.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise BadInput(str(file), f"cannot be read ({reason})", "name a scenario file") from error
-    except yaml.YAMLError as error:
-        raise BadInput(str(file), f"is not YAML ({' '.join(str(error).split())})", "correct it there") from error
+    except strict_yaml.NotYaml as error:
+        raise BadInput(str(file), f"is not YAML ({error})", "correct it there") from error
     if not isinstance(found, Mapping):
         raise BadInput(str(file), "holds no mapping", "write `model:`, `gpu:`, `systems:`, … as in docs/scenarios/")
     try:
         return _scenario(Fields(found, ""), file, seeds)
     except BadInput as error:
         raise BadInput(f"{file}: {error.place}", error.problem, error.remedy) from error
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key written twice is an error, not the last one's victory."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _scenario(fields: Fields, file: Path, seeds: int | None) -> Scenario:
