@@ -1,5 +1,10 @@
-"""The same decision code and services in virtual time.
+"""The same decision code and services in virtual time, so that a failing run is a seed.
 
-Nothing here yet but this page: the simulator runs the modules that decide in production (membership, routing,
-retry, admission, placement) on a simulated bus and clock, with seeds, so that a failing run is a seed.
+| package or module | what it knows |
+|---|---|
+| `workloads` | what arrives when: made-up traffic and recorded traces |
+| `fast` | whole clusters at engine-step granularity: batch schedulers and dispatch policies, no sockets |
+| `whole` | the real services on a virtual clock, an in-memory network and a simulated bus |
+| `outcomes`, `summary`, `fairness`, `queues`, `goodput` | what became of requests, and how good that is |
+| `reports` | pictures and tables; the only part that writes files |
 """
