@@ -9,7 +9,7 @@ STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
 
-.PHONY: help setup up smoke test check unit simulation integration test-slurm peers bench lock clean
+.PHONY: help setup up smoke test check unit simulation simulate integration test-slurm peers bench lock clean
 
 help:
 	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
@@ -19,6 +19,7 @@ help:
 	@echo "make check       types, lint, import directions"
 	@echo "make unit        unit tests only (seconds)"
 	@echo "make simulation tests of whole clusters in virtual time (seconds)"
+	@echo "make simulate   the real services under random faults; a failing run again: SEED=123"
 	@echo "make integration tests with real NATS, engines and processes"
 	@echo "make test-slurm  tests on a real Slurm on this machine (installs slurm-wlm with apt-get; needs root)"
 	@echo "make peers       install other gateways into .peers, for serai bench gateway"
@@ -54,6 +55,9 @@ unit: setup
 
 simulation: setup
 	$(BIN)/pytest tests/simulation
+
+simulate: setup
+	$(BIN)/serai simulate faults $(if $(SEED),--seed $(SEED))
 
 integration: setup
 	$(BIN)/pytest tests/integration -m "not slurm"

@@ -20,7 +20,8 @@ from serai.simulator.whole.virtual_loop import START_S, Stalled
 
 LOOK_EVERY_S = 0.5
 START_WITHIN_S = 30.0
-RECOVER_WITHIN_S = 60.0
+RECOVER_WITHIN_S = 150.0
+"""The slowest way back: an agent whose engine hangs at the canary request gives that up after 120 s."""
 LIMIT_S = 1200.0
 """Beyond the time under load; a run that takes more does not end."""
 LARGE_PROMPT_BYTES = 1_300_000
@@ -55,6 +56,7 @@ class FaultRunResult:
     turns: int
     digest: str
     trace: list[str]
+    """The last events, up to the first violation."""
 
     @property
     def line(self) -> str:
@@ -205,5 +207,5 @@ class _Run:
             virtual_s=system.loop.time() - START_S,
             turns=system.loop.turns,
             digest=system.trace.digest,
-            trace=system.trace.last(),
+            trace=self.checks.trace_at_first or system.trace.last(),
         )

@@ -30,6 +30,8 @@ class Invariants:
     def __init__(self, system: SimulatedSystem) -> None:
         self._system = system
         self.violations: list[str] = []
+        self.trace_at_first: list[str] = []
+        """The last events before the first violation: what came later explains nothing."""
         self._ended: dict[Stream, str] = {}
         """Streams whose agent has sent the end, and which agent's life that was."""
         self._lifecycles: dict[tuple[str, str], Lifecycle] = {}
@@ -157,6 +159,8 @@ class Invariants:
         """Notes a violation."""
         self.violations.append(text)
         self._system.trace.note("INVARIANT", text)
+        if not self.trace_at_first:
+            self.trace_at_first = self._system.trace.last()
 
     def _node(self, connection: str) -> Node | None:
         found: Sequence[Node] = [node for node in self._system.nodes if node.name == connection]

@@ -59,7 +59,8 @@ class Scene:
     client_stall_s: float = 8.0
     drain_s: float = 10.0
     engine_silence_s: float = 8.0
-    silence_grace_s: float = 60.0
+    silence_grace_s: float = 20.0
+    """Shorter than the longest partitions, so that sessions are closed that are still there."""
     status_interval_s: float = 1.0
 
     @property
