@@ -43,11 +43,10 @@ def streaming(system: System, body: Mapping[str, object], tokens: int) -> Iterat
     came_at_s: list[float] = []
 
     def read(connection: http.client.HTTPConnection) -> None:
-        with suppress(OSError, http.client.HTTPException):
-            with connection.getresponse() as answer:
-                for line in answer:
-                    if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
-                        came_at_s.append(time.monotonic())  # noqa: PERF401 (others look while it grows)
+        with suppress(OSError, http.client.HTTPException), connection.getresponse() as answer:
+            for line in answer:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                    came_at_s.append(time.monotonic())  # noqa: PERF401 (others look while it grows)
 
     with asked(system, body) as connection:
         sock = connection.sock
