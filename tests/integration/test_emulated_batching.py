@@ -88,14 +88,31 @@ def metric(running: Emulator, name: str) -> float:
     return float(found[1])
 
 
+def predicted_gaps_s(prompts: int, prompt_tokens: int, output_tokens: int, speed: float) -> list[float]:
+    """Step times of a batch that starts together, from the scheduler alone."""
+    modelled = modelled_engine(ModelFlags(MODEL, "h100", speed=speed))
+    scheduler = BatchEngine(modelled.model, modelled.batch, step_noise=lambda: 1 / speed)
+    for number in range(prompts):
+        scheduler.submit(EngineSequence(number, prompt_tokens, output_tokens), 0.0)
+    gaps, now = [], 0.0
+    while (step := scheduler.begin_step(now)) is not None:
+        if step.kind == "decode":
+            gaps.append(step.ends_at_s - step.began_at_s)
+        now = step.ends_at_s
+        scheduler.end_step()
+    return gaps
+
+
 def test_time_to_first_token_grows_with_the_queue() -> None:
-    with engine("--max-num-seqs", "2", "--speed", "5") as running:
-        heard = all_of(running.port, [(prompt_of(500, f"q{n}"), 40) for n in range(8)])
+    with engine("--max-num-seqs", "2", "--speed", "0.5") as running:
+        heard = all_of(running.port, [(prompt_of(500, f"q{n}"), 20) for n in range(8)])
         assert [one.done for one in heard] == [True] * 8
+        # Four pairs, one after the other; a busy machine may add to that and takes nothing away.
+        pair_s = sum(predicted_gaps_s(2, 500, 20, 0.5))
         times = sorted(one.ttft_s for one in heard)
-        # Four pairs, one after the other.
-        assert times[7] > 2.2 * times[2] > 2.2 * 1.5 * times[1]
-        assert metric(running, "vllm:request_queue_time_seconds_sum") > 3 * times[2]
+        assert times[0] < pair_s
+        assert all(times[place] > place // 2 * pair_s for place in range(2, 8))
+        assert metric(running, "vllm:request_queue_time_seconds_sum") > 2 * (1 + 2 + 3) * 0.9 * pair_s
         running.wait_until(running=0, waiting=0)
 
 
@@ -157,22 +174,7 @@ def test_with_a_closed_gate_no_first_token_comes_until_it_is_opened() -> None:
         assert running.client.post("/emulator/phase", json={"prefill_open": True}).status_code == 409
 
 
-def predicted_gaps_s(prompts: int, prompt_tokens: int, output_tokens: int, speed: float) -> list[float]:
-    """Step times of a batch that starts together, from the scheduler alone."""
-    modelled = modelled_engine(ModelFlags(MODEL, "h100", speed=speed))
-    scheduler = BatchEngine(modelled.model, modelled.batch, step_noise=lambda: 1 / speed)
-    for number in range(prompts):
-        scheduler.submit(EngineSequence(number, prompt_tokens, output_tokens), 0.0)
-    gaps, now = [], 0.0
-    while (step := scheduler.begin_step(now)) is not None:
-        if step.kind == "decode":
-            gaps.append(step.ends_at_s - step.began_at_s)
-        now = step.ends_at_s
-        scheduler.end_step()
-    return gaps
-
-
-@pytest.mark.parametrize("speed", [0.5, 1, 10])
+@pytest.mark.parametrize("speed", [0.5, 1, 4])
 def test_steps_take_as_long_as_the_scheduler_predicts(speed: float) -> None:
     tokens = round(60 * max(1, speed))
     predicted_s = sum(predicted_gaps_s(8, 300, tokens, speed))
@@ -180,7 +182,7 @@ def test_steps_take_as_long_as_the_scheduler_predicts(speed: float) -> None:
     found = []
     # Answers in one piece, since reading streams fast enough is more than this process can do beside others. A busy
     # machine can hold a run up, but nothing can make it faster: the best of a few.
-    for attempt in range(4):
+    for attempt in range(6):
         with engine("--speed", str(speed)) as running:
             prompts = [prompt_of(300, f"{attempt}s{n}") for n in range(8)]
             asking = [
