@@ -62,6 +62,7 @@ COMMANDS: Tree = {
         "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),
         "gateway": Command("serai.bench.gateway", "throughput beside the engine alone and other gateways"),
         "emulator": Command("serai.bench.emulator", "how punctual the emulated engine's tokens are"),
+        "convergence": Command("serai.bench.convergence", "how soon every copy of the registry has a change"),
     },
 }
 

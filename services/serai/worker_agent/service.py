@@ -375,6 +375,10 @@ class WorkerAgent:
         )
         return SessionRecord(session, Lifecycle.JOIN, 0, metadata)
 
+    def relabel(self, labels: dict[str, str]) -> None:
+        """Other labels from now on, for everybody."""
+        self._say(self.record.lifecycle, replace(self.record.metadata, labels=labels))
+
     def _say(self, lifecycle: Lifecycle, metadata: SessionMetadata | None = None) -> None:
         """Changes our record and wakes the announcer; the first word also goes out at once, unacknowledged."""
         self.record = self.record.advanced(lifecycle, metadata)
