@@ -58,10 +58,10 @@ class Reader:
     copy: RegistryCopy
     settings: NatsSettings
 
-    async def listen(self, seconds: float = LISTEN_S) -> None:
-        """Until each session that is alive has said how it is, or for `seconds`."""
+    async def listen(self) -> None:
+        """Until each session that is alive has said how it is, or for `LISTEN_S`."""
         replica = self.copy.replica
-        give_up_at_s = time.monotonic() + seconds
+        give_up_at_s = time.monotonic() + LISTEN_S
         while (now := time.monotonic()) < give_up_at_s:
             alive = [session for session in replica.sessions if not replica.suspected(session, now)]
             if all(replica.status(session) is not None for session in alive):
