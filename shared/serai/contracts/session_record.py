@@ -8,9 +8,9 @@ opinion. LOADING and DRAINING are metadata, since they can be left again.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import sha256
 
 import msgspec
@@ -156,20 +156,19 @@ def checked(record: SessionRecord) -> SessionRecord:
         raise BadRecord(f"metadata.labels: {len(metadata.labels)} labels; at most {LABELS_MAX}")
     if len(metadata.gpus) > GPUS_MAX:
         raise BadRecord(f"metadata.gpus: {len(metadata.gpus)} GPUs; at most {GPUS_MAX}")
-    for name, text in _texts(metadata):
-        if len(text) > TEXT_CHARACTERS_MAX:
-            raise BadRecord(f"metadata.{name}: {len(text)} characters; at most {TEXT_CHARACTERS_MAX}")
+    for name in _TEXT_FIELDS:
+        _check_text(name, getattr(metadata, name))
+    for label, value in metadata.labels.items():
+        _check_text("labels", label)
+        _check_text(f"labels[{label[:40]}]", value)
+    for gpu in metadata.gpus:
+        _check_text("gpus", gpu.uuid + gpu.name)
     return record
 
 
-def _texts(metadata: SessionMetadata) -> Iterator[tuple[str, str]]:
-    for name in _TEXT_FIELDS:
-        yield name, getattr(metadata, name)
-    for label, value in metadata.labels.items():
-        yield "labels", label
-        yield f"labels[{label[:40]}]", value
-    for gpu in metadata.gpus:
-        yield "gpus", gpu.uuid + gpu.name
+def _check_text(name: str, text: str) -> None:
+    if len(text) > TEXT_CHARACTERS_MAX:
+        raise BadRecord(f"metadata.{name}: {len(text)} characters; at most {TEXT_CHARACTERS_MAX}")
 
 
 _TEXT_FIELDS = tuple([field.name for field in fields(SessionMetadata) if field.type == "str"])
@@ -196,6 +195,7 @@ def checked_session_id(session: str) -> str:
     return session
 
 
+@lru_cache(maxsize=4096)  # Each record that comes is checked, and most come again.
 def _readable(name: str) -> str:
     head = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40]
     if head == name:
