@@ -145,6 +145,17 @@ class Desk:
             if not exchange.done and now - exchange.last_frame_at_s > ALIVE_EVERY_S:
                 exchange.control(FrameKind.ALIVE)
 
+    def readers(self) -> dict[str, Exchange]:
+        """One running request of each ingress that has any here, by the ingress's inbox."""
+        return {exchange.reply.rpartition(".")[0]: exchange for exchange in self._exchanges.values()}
+
+    def cancel_all_of(self, inbox: str) -> int:
+        """That ingress is gone: nobody reads what it asked for. How much that was."""
+        theirs = [one for one in self._exchanges.values() if one.reply.rpartition(".")[0] == inbox]
+        for exchange in theirs:
+            exchange.cancel()
+        return len(theirs)
+
     def fail_all(self, code: FailureCode, message: str, *, retry_safe: bool = False) -> None:
         """Ends every request that is here."""
         for exchange in tuple(self._exchanges.values()):

@@ -40,12 +40,14 @@ from serai.worker_agent.engine.process import EngineStarter, RunningEngine, star
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
 from serai.worker_agent.outbox import Outbox
 from serai.worker_agent.probe_answers import ProbeAnswers
+from serai.worker_agent.readers import Readers
 from serai.worker_agent.settings import AgentSettings
 from serai.worker_agent.watchdog import Watchdog
 
 log = structlog.get_logger()
 
 ANNOUNCE_TIMEOUT_S = 2.0
+ACKNOWLEDGED_WITHIN_S = 1.0
 REANNOUNCE_EVERY_S = 10.0
 RETURN_SPREAD_S = 1.0
 """Agents that are back at the same moment announce themselves over so many seconds."""
@@ -82,6 +84,9 @@ class WorkerAgent:
         self._tracing = tracing
         self._status_sequence = 0
         self._acknowledged_version = -1
+        self._acknowledgements = ""
+        """Where registries acknowledge what `_say` says, version by version; empty until we listen there."""
+        self._acknowledged = asyncio.Event()
         self._changed = asyncio.Event()
         self._spent = asyncio.Event()
         self._spent_because = ""
@@ -95,6 +100,7 @@ class WorkerAgent:
         self._pool: HttpPool | None = None
         self._served = ServedModel("")
         self._desk: Desk | None = None
+        self._readers: Readers | None = None
         self._watchdog: Watchdog | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -130,6 +136,9 @@ class WorkerAgent:
         self._bus.on_disconnect(self._on_disconnect)
         self._bus.on_reconnect(self._on_reconnect)
         session = self.record.session
+        acknowledgements = f"{self._bus.inbox_prefix}.announced"
+        await self._bus.subscribe(f"{acknowledgements}.*", self._on_acknowledged)
+        self._acknowledgements = acknowledgements
         await self._bus.subscribe(PROBE.of(session), self._probes.on_probe)
         await self._bus.subscribe(SESSION.of(session), self._on_session)
 
@@ -213,10 +222,12 @@ class WorkerAgent:
             self._show_life,
             prefill_s_per_token=settings.prefill_s_per_token or None,
         )
+        self._readers = Readers(self._bus, desk)
         session = self.record.session
         subscriptions = [
             await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
             await self._bus.subscribe(CANCEL.of(session), desk.on_cancel),
+            await self._readers.start(),
         ]
         await self._bus.barrier()
         return subscriptions
@@ -300,9 +311,11 @@ class WorkerAgent:
 
     async def _watching(self) -> None:
         assert self._desk is not None
+        assert self._readers is not None
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             self._desk.watch()
+            self._readers.ask()
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -380,29 +393,55 @@ class WorkerAgent:
         self._say(self.record.lifecycle, replace(self.record.metadata, labels=labels))
 
     def _say(self, lifecycle: Lifecycle, metadata: SessionMetadata | None = None) -> None:
-        """Changes our record and wakes the announcer; the first word also goes out at once, unacknowledged."""
+        """Changes our record, says so at once, and wakes the announcer, who sees to it that a registry has heard."""
         self.record = self.record.advanced(lifecycle, metadata)
         self._changed.set()
         if self._silenced:
             return
+        version = self.record.version
+        reply = f"{self._acknowledgements}.{version}" if self._acknowledgements else ""
         try:
-            self._bus.publish(SESSION.of(self.record.session), encode(self.record))
+            self._bus.publish(SESSION.of(self.record.session), encode(self.record), reply)
         except BusDisconnected:
             pass  # The announcer repeats it after the reconnect.
+
+    def _on_acknowledged(self, message: Message) -> None:
+        version = message.subject.rpartition(".")[2]
+        if version.isdigit() and not message.no_responders:
+            self._acknowledged_version = max(self._acknowledged_version, int(version))
+            self._acknowledged.set()
 
     async def _announcing(self) -> None:
         """Repeats our record until the registry has acknowledged this version of it, then now and then: what the
         registry stores may be lost, and whoever starts later should hear of us."""
+        said_already = False
         while True:
             self._changed.clear()
-            await self._announce()
+            if not (said_already and await self._is_acknowledged()):
+                await self._announce()
             acknowledged = self._acknowledged_version == self.record.version
             pause_s = REANNOUNCE_EVERY_S * random.uniform(0.8, 1.2) if acknowledged else 1.0
+            said_version = self.record.version
             try:
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()
             except TimeoutError:
                 pass
+            # Woken without a new version means: we are back after an absence, and nobody has heard us meanwhile.
+            said_already = self.record.version != said_version
+
+    async def _is_acknowledged(self) -> bool:
+        """Whether the registry acknowledges within a moment what has just been said."""
+        if not self._acknowledgements:
+            return False
+        try:
+            async with asyncio.timeout(ACKNOWLEDGED_WITHIN_S):
+                while self._acknowledged_version != self.record.version:
+                    self._acknowledged.clear()
+                    await self._acknowledged.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _announce(self) -> None:
         record = self.record
@@ -410,7 +449,7 @@ class WorkerAgent:
             return
         try:
             await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
-            self._acknowledged_version = record.version
+            self._acknowledged_version = max(self._acknowledged_version, record.version)
             self._registry_answers = True
         except BusError as error:
             if self._registry_answers:
