@@ -20,11 +20,11 @@ from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.ingress import calls
 from serai.ingress.inference_client import InferenceStream
 from serai.runtime.registry_replica import RegistryReplica
-from serai.simulator.whole.client import Outcome
+from serai.simulator.whole.client import ChatClient, ChatRequest, Outcome
 from serai.simulator.whole.fault_run import FaultPlan, fault_run
 from serai.simulator.whole.faults import FaultKind, plan
 from serai.simulator.whole.links import Stress
-from serai.simulator.whole.system import Scene, SimulatedSystem
+from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Scene, SimulatedSystem, simulate
 from serai.worker_agent.desk import Desk
 from serai.worker_agent.exchange import Exchange
 
@@ -203,3 +203,32 @@ def test_a_request_without_an_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(calls.Calls, "_try_until_answered", waits_for_ever)
     assert "did not end within" in _violations()
+
+
+def test_an_engine_is_free_within_a_second_of_its_ingress_death() -> None:
+    """Of a stream that flows, and of one that waits for credit, which no dead ingress gives."""
+
+    async def main(system: SimulatedSystem) -> list[tuple[float, int]]:
+        system.start()
+        await system.until_serving(30.0)
+        client = ChatClient(port=INGRESS_PORT, engine_seed=ENGINE_SEED, limit_s=60.0)
+        requests = [
+            ChatRequest(1, "m", "flows", 3000, stream=True),
+            ChatRequest(2, "m", "waits", 3000, stream=True, pauses_after_s=0.1, pauses_for_s=60.0),
+        ]
+        asked = [asyncio.ensure_future(client.ask(request, "ingress-0")) for request in requests]
+        await asyncio.sleep(9.0)
+        counts = [(0.0, _generations(system))]
+        await system.ingresses[0].kill()
+        await asyncio.sleep(1.0)
+        counts.append((1.0, _generations(system)))
+        await asyncio.gather(*asked)
+        await system.stop()
+        return counts
+
+    counts, _ = simulate(1, main, Scene(agents=1, ingresses=1))
+    assert counts == [(0.0, 2), (1.0, 0)]
+
+
+def _generations(system: SimulatedSystem) -> int:
+    return sum(node.engines.engine.generations for node in system.agents if node.engines and node.engines.engine)

@@ -24,6 +24,7 @@ RECOVER_WITHIN_S = 150.0
 """The slowest way back: an agent whose engine hangs at the canary request gives that up after 120 s."""
 LIMIT_S = 1200.0
 """Beyond the time under load; a run that takes more does not end."""
+LONG_TOKENS = 1300
 LARGE_PROMPT_BYTES = 1_300_000
 """More than one BODY frame."""
 
@@ -164,15 +165,18 @@ class _Run:
             prompt += " and more" * (LARGE_PROMPT_BYTES // 9)
         leaves = chance.uniform(0.0, 1.5) if chance.random() < 0.1 else None
         pauses = chance.uniform(0.0, 1.0) if chance.random() < 0.05 else None
+        tokens = 1 + int(chance.expovariate(1 / 40))
+        if chance.random() < 0.03:  # Long enough for a client that pauses to hold up its engine.
+            tokens, pauses = LONG_TOKENS, chance.uniform(0.0, 2.0)
         return ChatRequest(
             number,
             self.system.scene.model,
             prompt,
-            tokens=1 + int(chance.expovariate(1 / 25)),
+            tokens=tokens,
             stream=chance.random() < 0.6,
             leaves_after_s=leaves,
             pauses_after_s=pauses,
-            pauses_for_s=chance.uniform(0.5, 15.0),
+            pauses_for_s=chance.uniform(0.5, 16.0),
         )
 
     async def _ask(self, client: ChatClient, request: ChatRequest, ingress: str) -> None:

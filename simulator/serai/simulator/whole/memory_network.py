@@ -22,7 +22,8 @@ HOST: ContextVar[str] = ContextVar("simulated_host", default="outside")
 """Which host the running code is on: tasks and callbacks inherit it from what started them."""
 
 WINDOW_BYTES = 256 * 1024
-"""Bytes on their way or unread at the other end; what is beyond waits in the writer's transport."""
+"""Bytes on their way or unread at the other end, unless the network is made with another window; what is beyond waits
+in the writer's transport."""
 READ_BYTES_MAX = 256 * 1024
 HIGH_WATER_BYTES = 64 * 1024
 LOOPBACK_S = 0.00002
@@ -171,9 +172,9 @@ class MemoryTransport(asyncio.Transport):
     # -- the lane to the other end -------------------------------------------------------------------------------
 
     def _send_backlog(self) -> None:
-        while self._backlog and self._outstanding_bytes < WINDOW_BYTES:
+        while self._backlog and self._outstanding_bytes < self._network.window_bytes:
             data = self._backlog.popleft()
-            room = WINDOW_BYTES - self._outstanding_bytes
+            room = self._network.window_bytes - self._outstanding_bytes
             if len(data) > room:
                 self._backlog.appendleft(data[room:])
                 data = data[:room]
@@ -292,8 +293,9 @@ class MemoryServer:
 class MemoryNetwork:
     """All hosts of the simulation. An address means the host it names; 127.0.0.1 means the caller's own."""
 
-    def __init__(self, loop: VirtualLoop, latency: Latency | None = None) -> None:
+    def __init__(self, loop: VirtualLoop, latency: Latency | None = None, window_bytes: int = WINDOW_BYTES) -> None:
         self.loop = loop
+        self.window_bytes = window_bytes
         self.latency = latency or same_delay(0.0002)
         self._listening: dict[tuple[str, int], MemoryServer] = {}
         self._ends: dict[MemoryTransport, None] = {}

@@ -53,15 +53,20 @@ class Scene:
     ingresses: int = 2
     model: str = "m"
     engine: EmulatorSettings = field(
-        default_factory=lambda: EmulatorSettings(model="m", seed=ENGINE_SEED, start_delay_s=0.5, max_concurrency=32)
+        default_factory=lambda: EmulatorSettings(
+            model="m", seed=ENGINE_SEED, tpot_ms=10.0, start_delay_s=0.5, max_concurrency=32
+        )
     )
-    request_timeout_s: float = 20.0
-    client_stall_s: float = 8.0
+    request_timeout_s: float = 40.0
+    client_stall_s: float = 10.0
     drain_s: float = 10.0
     engine_silence_s: float = 8.0
     silence_grace_s: float = 20.0
     """Shorter than the longest partitions, so that sessions are closed that are still there."""
     status_interval_s: float = 1.0
+    tcp_window_bytes: int = 16 * 1024
+    window_bytes: int = 64 * 1024
+    """Both small, so that a client that does not read holds up its engine within a few hundred tokens."""
 
     @property
     def request_limit_s(self) -> float:
@@ -169,7 +174,7 @@ class SimulatedSystem:
         self.loop = loop
         self.seed = seed
         self.scene = scene or Scene()
-        self.network = MemoryNetwork(loop)
+        self.network = MemoryNetwork(loop, window_bytes=self.scene.tcp_window_bytes)
         self.nats = SimulatedNats(loop, seed)
         self.trace = Trace(loop)
         self.registry = Node(self, "registry", self._registry)
@@ -226,6 +231,7 @@ class SimulatedSystem:
             anonymous=True,
             request_timeout_s=self.scene.request_timeout_s,
             client_stall_s=self.scene.client_stall_s,
+            window_bytes=self.scene.window_bytes,
             shutdown_s=10.0,
         )
         node.service = Ingress(settings, node.bus, Access(None), _untraced("ingress"))
