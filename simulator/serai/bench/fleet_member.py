@@ -85,8 +85,8 @@ class Members:
         tasks.create_task(agent.run(self._stop))
 
     async def serving(self) -> None:
-        while not all(agent.record.lifecycle is Lifecycle.SERVING for agent in self._agents):
-            await asyncio.sleep(0.05)  # noqa: ASYNC110 (agents tell nobody in their own process)
+        while any(agent.record.lifecycle is not Lifecycle.SERVING for agent in self._agents):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
     # -- what may be asked ---------------------------------------------------------------------------------------
 
