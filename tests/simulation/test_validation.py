@@ -11,10 +11,12 @@ import pytest
 
 from serai.bench.simulate import drain_test, logged_runs, repeatability
 from serai.performance.hardware import GPUS
+from serai.performance.latency_model import PrefillChunk, Step
 from serai.performance.latency_profile import profile_for
 from serai.performance.memory import Parallelism
 from serai.performance.roofline import RooflineModel
 from serai.performance.shipped_models import shipped_card
+from serai.simulator.fast.run import NS
 from serai.simulator.workloads.workload import Arrival
 
 GPU, MODEL = "rtx-pro-6000", "meta-llama/Llama-3.1-8B"
@@ -67,30 +69,50 @@ def test_slower_steps_show_as_an_error_and_own_steps_take_it_away(tmp_path: Path
     assert all(abs(error) < 1e-3 for error in logged_runs.errors(run.measured, own).values())
 
 
-def test_step_factors_are_found_in_what_an_engine_says_each_second(tmp_path: Path) -> None:
-    """Steps 1.2, prompts 0.7 of the model's: seconds made so are read so."""
-    run = a_log(tmp_path)
-    running, context = 32, 1000
+def seconds_of(run: logged_runs.LoggedRun, filled: float) -> list[dict[str, float]]:
+    """Seconds of an engine whose decode steps take 1.2 and whose prompts 0.7 of what the model says."""
+    running, context, length = 32, 1000, 1040
     step_s = run.model.decode_step_s(running, context) * 1.2
-    length = round(sum(a.prompt_tokens for a in run.arrivals) / len(run.arrivals))
-    per_token_s = (run.model.prefill_s(length) - run.model.decode_step_s(1, 1)) / length * 0.7
-    filled = running * context / run.settings.kv_tokens * 100
-    common = {"running": running, "waiting": 0.0, "kv_cache_pct": filled}
-    plain = {"prompt_throughput": 0.0, "gen_throughput": running / step_s, **common}
-    with_prompts = {
-        "prompt_throughput": 2000.0,
-        "gen_throughput": (1 - 2000 * per_token_s) * running / step_s,
-        **common,
-    }
-    run.seconds[:] = [plain, plain, with_prompts, plain, plain]
+    plain = Step((), 64, 64_000)
+    token_s = (run.model.step_s(Step([PrefillChunk(length)], 64, 64_000)) - run.model.step_s(plain)) / length * 0.7
+    seconds = []
+    for number in range(40):
+        prompts = 3000.0 * (number % 4)
+        said = (1 - prompts * token_s) * running / step_s
+        seconds.append(
+            {
+                "t": number + 1.0,
+                "prompt_throughput": prompts,
+                "gen_throughput": said,
+                "running": running,
+                "waiting": 0.0,
+                "kv_cache_pct": filled * running * context / run.settings.kv_tokens * 100,
+            }
+        )
+    return seconds
+
+
+def test_step_factors_are_found_in_what_an_engine_says_each_second(tmp_path: Path) -> None:
+    run = a_log(tmp_path)
+    run.seconds[:] = seconds_of(run, filled=1.0)
     factors = logged_runs.step_factors(run)
     assert factors is not None
-    assert factors.decode == pytest.approx(1.2, rel=0.01)
-    assert factors.prompt == pytest.approx(0.7, rel=0.02)
+    assert factors.decode == pytest.approx(1.2, rel=0.02)
+    assert factors.prompt == pytest.approx(0.7, rel=0.05)
 
 
-def test_a_log_without_the_caches_filling_gives_no_factors(tmp_path: Path) -> None:
-    assert logged_runs.step_factors(a_log(tmp_path)) is None
+def test_too_few_seconds_give_no_factors(tmp_path: Path) -> None:
+    run = a_log(tmp_path)
+    assert logged_runs.step_factors(run) is None
+    run.seconds[:] = seconds_of(run, filled=1.0)[:5]
+    assert logged_runs.step_factors(run) is None
+
+
+def test_what_the_cache_holds_is_counted_where_it_was_not_logged(tmp_path: Path) -> None:
+    run = a_log(tmp_path)
+    answered = run.arrivals[0].at_ns / NS + run.measured.ttft_s[0]
+    second = {**seconds_of(run, filled=0.0)[0], "t": answered + 0.5 + 1e-6}
+    assert logged_runs._context_tokens(run, second) >= run.arrivals[0].prompt_tokens
 
 
 def test_a_shorter_drain_scales_to_the_whole() -> None:

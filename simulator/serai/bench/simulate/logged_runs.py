@@ -9,20 +9,18 @@ from the log itself tells which.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
 import msgspec
 
-from serai.bench.profile import serving_logs
 from serai.engine_emulator.batching.settings import BatchSettings
 from serai.ingress.routing import LeastLoaded
 from serai.performance.hardware import GPUS
-from serai.performance.latency_model import LatencyModel, Step
+from serai.performance.latency_model import LatencyModel, PrefillChunk, Step
 from serai.performance.latency_profile import profile_for
 from serai.performance.memory import Parallelism
 from serai.performance.roofline import RooflineModel
@@ -49,6 +47,9 @@ RUNS = (
 )
 _LEAST_RUNNING = 8
 """Seconds with fewer requests say little of a step's time."""
+_LEAST_SECONDS = 20
+_BESIDE, _BESIDE_CONTEXT = 64, 1000
+"""The decoding sequences beside which a prompt's cost is asked for: it shares the step with some."""
 
 
 @dataclass(frozen=True)
@@ -243,51 +244,44 @@ class OwnSteps:
 
 
 def step_factors(run: LoggedRun) -> StepFactors | None:
-    """From what the engine said each second: in seconds without prompts a step takes running / tokens said; in others
-    the rest of the second is the prompts'. None when the log does not say how full the cache was."""
-    if not any(second["kv_cache_pct"] for second in run.seconds):
+    """From what the engine said each second: a second holds so many decode steps (tokens said over requests running)
+    and the prompts it took; both factors by least squares over all seconds. None where two engines share the log, or
+    when it has too few busy seconds."""
+    if run.engines > 1:
         return None
-    decode: list[float] = []
-    spans: list[tuple[float, float, float]] = []
+    length = round(fmean(arrival.prompt_tokens for arrival in run.arrivals))
+    beside = Step((), _BESIDE, _BESIDE * _BESIDE_CONTEXT)
+    with_prompt = Step([PrefillChunk(length)], beside.decode_sequences, beside.decode_context_tokens)
+    token_s = (run.model.step_s(with_prompt) - run.model.step_s(beside)) / length
+    rows: list[tuple[float, float]] = []
     for before, second in pairwise(run.seconds):
-        running = (before["running"] + second["running"]) / 2
         if min(before["running"], second["running"]) < _LEAST_RUNNING or not second["gen_throughput"]:
             continue
-        context = second["kv_cache_pct"] / 100 * run.settings.kv_tokens / running
-        predicted = run.model.decode_step_s(round(running), context)
-        steps = second["gen_throughput"] / running
-        if second["prompt_throughput"] == 0 and before["running"] == second["running"]:
-            decode.append(1 / steps / predicted)
-        elif second["prompt_throughput"]:
-            spans.append((steps, predicted, second["prompt_throughput"]))
-    if not decode or not spans:
+        running = (before["running"] + second["running"]) / 2
+        step_s = run.model.decode_step_s(round(running), _context_tokens(run, second) / running)
+        rows.append((second["gen_throughput"] / running * step_s, second["prompt_throughput"] * token_s))
+    return _least_squares(rows) if len(rows) >= _LEAST_SECONDS else None
+
+
+def _context_tokens(run: LoggedRun, second: Mapping[str, float]) -> float:
+    """Tokens in the cache in the middle of a second: as logged, or what the requests then being answered hold."""
+    if second["kv_cache_pct"]:
+        return second["kv_cache_pct"] / 100 * run.settings.kv_tokens
+    at_s = second["t"] - 0.5
+    held = 0.0
+    for arrival, ttft_s, whole_s in zip(run.arrivals, run.measured.ttft_s, run.measured.whole_s, strict=True):
+        since_s = at_s - arrival.at_ns / NS
+        if ttft_s <= since_s <= whole_s:
+            share = (since_s - ttft_s) / max(1e-9, whole_s - ttft_s)
+            held += arrival.prompt_tokens + share * arrival.output_tokens
+    return held
+
+
+def _least_squares(rows: Sequence[tuple[float, float]]) -> StepFactors | None:
+    """Factors d and p with d · decode + p · prompts = 1 second, as nearly as can be."""
+    dd, pp = sum(d * d for d, _ in rows), sum(p * p for _, p in rows)
+    dp, d1, p1 = sum(d * p for d, p in rows), sum(d for d, _ in rows), sum(p for _, p in rows)
+    determinant = dd * pp - dp * dp
+    if determinant <= 1e-9 * dd * pp:
         return None
-    factor = median(decode)
-    prompts_s = sum(1 - steps * predicted * factor for steps, predicted, _ in spans)
-    per_token_s = prompts_s / sum(tokens for _, _, tokens in spans)
-    length = round(fmean(arrival.prompt_tokens for arrival in run.arrivals))
-    modelled_s = (run.model.prefill_s(length) - run.model.decode_step_s(1, 1)) / length
-    return StepFactors(factor, per_token_s / modelled_s)
-
-
-def own_steps(run: LoggedRun, data: Path) -> tuple[LatencyModel | None, str]:
-    """A model of the log's own step times, and how it was made: by factors, or by a fit to the log's token times where
-    the cache's filling is unknown. None for an expert-parallel pair, whose two engines share one log."""
-    factors = step_factors(run)
-    if factors is not None:
-        return (
-            OwnSteps(run.model, factors),
-            f"decode steps take {factors.decode:.2f}, prompts {factors.prompt:.2f} of what the profile says",
-        )
-    for log in serving_logs.load_logs(data):
-        if log.gpu == run.model.gpu.name and log.model == run.model.card.name:
-            fitted = serving_logs.fit_logs([log])
-            return run.model.with_profile(fitted), "a profile fitted to this log alone"
-    return None, ""
-
-
-def summary_row(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, median and 90th percentile; NaN of nothing."""
-    if not values:
-        return nan, nan, nan
-    return fmean(values), median(values), STATISTICS["p90"](values)
+    return StepFactors((d1 * pp - p1 * dp) / determinant, (p1 * dd - d1 * dp) / determinant)

@@ -95,7 +95,7 @@ def _logs(found: Findings, data: Path, quick: bool) -> None:
         found.raw[f"log {one.name}"] = {f"{q}_{s}": rounded(off) for (q, s), off in errors.items()}
         worst = max(abs(errors[quantity, "mean"]) for quantity in ("ttft", "e2e"))
         if worst > LOG_GOAL or not quick:
-            _log_cause(found, one, data, errors, preemptions)
+            _log_cause(found, one, errors, preemptions)
 
 
 def _log_rows(found: Findings, name: str, measured: logged_runs.Latency, replay: logged_runs.Latency) -> None:
@@ -109,25 +109,22 @@ def _log_rows(found: Findings, name: str, measured: logged_runs.Latency, replay:
 
 
 def _log_cause(
-    found: Findings,
-    one: logged_runs.LoggedRun,
-    data: Path,
-    errors: Mapping[tuple[str, str], float],
-    preemptions: int,
+    found: Findings, one: logged_runs.LoggedRun, errors: Mapping[tuple[str, str], float], preemptions: int
 ) -> None:
     """Replays with step times of the log itself, and says how much of the error that takes away."""
-    model, how = logged_runs.own_steps(one, data)
-    if model is None:
+    factors = logged_runs.step_factors(one)
+    if factors is None:
         found.notes.append(f"log {one.name}: step times cannot be taken from a log that two engines share")
         return
-    own, _ = logged_runs.replayed(one, model)
+    own, _ = logged_runs.replayed(one, logged_runs.OwnSteps(one.model, factors))
     left = logged_runs.errors(one.measured, own)
     for quantity in ("ttft", "e2e"):
         found.figures[f"llmservingsim_{one.name}_{quantity}_own_steps_error"] = abs(left[quantity, "mean"])
     found.notes.append(
-        f"log {one.name}: mean TTFT {errors['ttft', 'mean']:+.1%}, E2E {errors['e2e', 'mean']:+.1%};"
-        f" with step times of the log itself {left['ttft', 'mean']:+.1%}, {left['e2e', 'mean']:+.1%}"
-        f" ({how}; {preemptions} preemptions{'' if one.kv_known else '; size of its KV cache not logged'})"
+        f"log {one.name}: mean TTFT {errors['ttft', 'mean']:+.1%}, E2E {errors['e2e', 'mean']:+.1%}; with step times of"
+        f" the log itself (decoding {factors.decode:.2f}, prompts {factors.prompt:.2f} of what the profile says)"
+        f" {left['ttft', 'mean']:+.1%}, {left['e2e', 'mean']:+.1%}; {preemptions} preemptions"
+        f"{'' if one.kv_known else '; size of its KV cache not logged'}"
     )
 
 
