@@ -1,7 +1,9 @@
-"""The registry: one per site; keeps the site's session records and gives them to whoever starts or has missed some.
+"""The registry: one per site; the authority for its site's session records, and a copy of the others'.
 
-Owns      the KV bucket of session records (a cache: agents re-announce, so losing it loses nothing for long).
-Reads     `session.*` (records), `status.*` (signs of life), `registry.snapshot` (requests).
-Writes    the KV bucket; acknowledgements with the joined record; LEFT for sessions silent beyond the grace.
+Owns      the KV bucket of its site's records (a cache: agents re-announce, so losing it loses nothing for long).
+Reads     `session.*`, `status.*`, `registry.beat.*`, `registry.disconnected.*`; questions on `registry.digest|snapshot|
+          opinion.<site>`; the batch system's word on `registry.ended.<site>`; the NATS server's disconnect events.
+Writes    acknowledgements with the joined record; beats; LEFT for sessions of its site, on evidence or beyond the
+          grace (`membership.py`); probes of silent sessions; the KV bucket.
 Dies      routing goes on from the ingresses' own copies and the agents' signs of life.
 """

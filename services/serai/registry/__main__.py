@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from functools import partial
 
-from serai.contracts.subjects import INFERENCE, SESSION, SESSIONS_BUCKET, SNAPSHOT, STATUS
+from serai.contracts.subjects import (
+    BEAT,
+    DIGEST,
+    DISCONNECTED,
+    ENDED,
+    INFERENCE,
+    OPINION,
+    PROBE,
+    SESSION,
+    SESSIONS_BUCKET,
+    SNAPSHOT,
+    STATUS,
+)
 from serai.registry.service import Registry
 from serai.registry.settings import RegistrySettings
+from serai.runtime.disconnects import watch_disconnects
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.reconnect_curve import SPAN_FEW_S
 from serai.runtime.service import run_service, serve_metrics, watch_bus
@@ -28,14 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             await bus.self_test(
                 must_publish=[
-                    *["_INBOX_ingress.self-test", SESSION.every],
+                    *["_INBOX_ingress.self-test", SESSION.every, PROBE.every, BEAT.of_site(settings.site)],
                     *[f"$KV.{SESSIONS_BUCKET}.>", f"$JS.API.STREAM.INFO.KV_{SESSIONS_BUCKET}"],
                 ],
-                must_subscribe=[SESSION.every, STATUS.every, SNAPSHOT.every],
+                must_subscribe=[
+                    *[SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every],
+                    *[subject.of_site(settings.site) for subject in (SNAPSHOT, DIGEST, OPINION, ENDED)],
+                ],
                 must_not_subscribe=[INFERENCE.every, "_INBOX_ingress.>"],
             )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
-                await Registry(settings, bus).run(stop)
+                watching = partial(watch_disconnects, settings.system_nats)
+                await Registry(settings, bus, watching).run(stop)
         finally:
             await bus.aclose()
 
