@@ -166,14 +166,15 @@ class _Run:
         leaves = chance.uniform(0.0, 1.5) if chance.random() < 0.1 else None
         pauses = chance.uniform(0.0, 1.0) if chance.random() < 0.05 else None
         tokens = 1 + int(chance.expovariate(1 / 40))
-        if chance.random() < 0.03:  # Long enough for a client that pauses to hold up its engine.
+        stream = chance.random() < 0.6
+        if stream and chance.random() < 0.05:  # Long enough for a client that pauses to hold up its engine.
             tokens, pauses = LONG_TOKENS, chance.uniform(0.0, 2.0)
         return ChatRequest(
             number,
             self.system.scene.model,
             prompt,
             tokens=tokens,
-            stream=chance.random() < 0.6,
+            stream=stream,
             leaves_after_s=leaves,
             pauses_after_s=pauses,
             pauses_for_s=chance.uniform(0.5, 16.0),
