@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,3 +94,32 @@ def test_an_engine_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path: P
     assert ran.returncode == 1
     assert "agent-0 ended with exit code 1 while starting; the end of" in ran.stderr
     assert "out of memory" in ran.stderr.lower()
+
+
+def test_two_sites_on_one_machine_serve_each_others_models(tmp_path: Path) -> None:
+    ports = free_ports(2)
+    with up(tmp_path, "--sites", "2", "--port", str(ports[0])) as (process, facts):
+        assert [site["site"] for site in facts["sites"]] == ["site-1", "site-2"]
+        headers = {"Authorization": f"Bearer {facts['key']}"}
+        for site in facts["sites"]:
+            entry = httpx2.get(f"{site['url']}/v1/models/{facts['model']}", headers=headers).json()
+            assert entry["sessions"] == {"serving": 2}
+            assert [ask(facts | {"url": site["url"]}).status_code for _ in range(4)] == [200] * 4
+            tool = ["registry", "ls", "--json", "--registry", site["site"], "--nats-url", site["nats_url"]]
+            ran = subprocess.run(
+                [*UP[:3], *tool, "--nats-nkey-file", site["tools_nkey_file"]], capture_output=True, check=True
+            )
+            assert {row["site"] for row in json.loads(ran.stdout)["sessions"]} == {"site-1", "site-2"}
+        printed = (tmp_path / "up.out").read_text()
+        assert all(f"{site['url']}/v1  ({site['site']})" in printed for site in facts["sites"])
+    assert process.returncode == 0
+    assert not any(alive(pid) for pid in facts["pids"].values())
+
+
+def free_ports(count: int) -> list[int]:
+    """Neighbours that are all free."""
+    while True:
+        first = free_port()
+        with socket.socket() as probe:
+            if first + count < 65536 and all(probe.connect_ex(("127.0.0.1", first + n)) for n in range(count)):
+                return [first + n for n in range(count)]

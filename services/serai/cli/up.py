@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import fcntl
 import importlib.util
 import json
@@ -29,7 +28,6 @@ import orjson
 from serai.cli.children import Child
 from serai.cli.embedded_nats import EmbeddedNats, LeafRemote, server_binary, server_environment
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
-from serai.registry.settings import RegistrySettings
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
 from serai.runtime.settings import refuse
@@ -212,7 +210,9 @@ class _Up:
     async def _start_site(self, site: _Site) -> None:
         plan = self._plan
         await self._until(lambda: _nats_answers(site), f"NATS{site.suffix}")
-        await self._add(f"registry{site.suffix}", self._service(site, "registry", *_system_key(site)), stop_s=5)
+        # With it the registry hears from the server that a connection has closed.
+        system = ["--nats-system-nkey-file", str(site.nats.key_file("system"))]
+        await self._add(f"registry{site.suffix}", self._service(site, "registry", *system), stop_s=5)
         keys_file = str(plan.state / "keys.json")
         ingress = ["--port", str(site.port), "--keys-file", keys_file, "--policy", plan.policy, "--shutdown-s", "5"]
         await self._add(f"ingress{site.suffix}", self._service(site, "ingress", *ingress), stop_s=10)
@@ -363,12 +363,6 @@ async def _sessions(pool: HttpPool, key: str, plan: Plan) -> bool:
         )
     except (HttpFailure, TimeoutError):
         return False
-
-
-def _system_key(site: _Site) -> list[str]:
-    """What the registry needs to hear from the NATS server that a connection has closed."""
-    known = {item.name for item in dataclasses.fields(RegistrySettings)}
-    return ["--nats-system-nkey-file", str(site.nats.key_file("system"))] if "nats_system_nkey_file" in known else []
 
 
 def small_model() -> Path:
