@@ -63,6 +63,7 @@ COMMANDS: Tree = {
         "gateway": Command("serai.bench.gateway", "throughput beside the engine alone and other gateways"),
         "emulator": Command("serai.bench.emulator", "how punctual the emulated engine's tokens are"),
         "convergence": Command("serai.bench.convergence", "how soon every copy of the registry has a change"),
+        "idle-traffic": Command("serai.bench.idle_traffic", "bytes a second on an agent's connection"),
     },
 }
 
