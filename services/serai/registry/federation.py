@@ -8,7 +8,7 @@ third one. So traffic grows with what changed, and with the number of sites, not
 from __future__ import annotations
 
 import asyncio
-import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -93,7 +93,7 @@ class Federation:
         self._learn = learn
         self._unknown = unknown
         self._listening_since = listening_since
-        self._epoch = os.urandom(6).hex()
+        self._epoch = secrets.token_hex(6)
         self._sequence = 0
         self._changed = asyncio.Event()
         self._woken = asyncio.Event()

@@ -244,6 +244,9 @@ class NatsLink:
             one: Lane[Message](one.loop, delay, chance, lambda message: other._arrive(message, self)),
             other: Lane[Message](one.loop, delay, chance, lambda message: one._arrive(message, self)),
         }
+        self.stress = Stress()
+        for lane in self._lanes.values():
+            lane.stress = self.stress
 
     def cut(self) -> None:
         """What is on its way is lost; the servers know at once that the other's subscribers are not there."""

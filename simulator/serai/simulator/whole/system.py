@@ -52,6 +52,7 @@ class Scene:
     agents: int = 4
     ingresses: int = 2
     model: str = "m"
+    site: str = "local"
     engine: EmulatorSettings = field(
         default_factory=lambda: EmulatorSettings(
             model="m", seed=ENGINE_SEED, tpot_ms=10.0, start_delay_s=0.5, max_concurrency=32
@@ -219,13 +220,16 @@ class SimulatedSystem:
 
     async def _registry(self, node: Node) -> None:
         node.bus = await SimulatedBus.connect(self.nats, "registry", name=node.name)
-        settings = RegistrySettings(silence_grace_s=self.scene.silence_grace_s, retention_s=86400.0)
+        settings = RegistrySettings(
+            site=self.scene.site, silence_grace_s=self.scene.silence_grace_s, retention_s=86400.0
+        )
         node.service = Registry(settings, node.bus)
         await node.service.run(node.stop)
 
     async def _ingress(self, node: Node) -> None:
         node.bus = await SimulatedBus.connect(self.nats, "ingress", name=node.name)
         settings = IngressSettings(
+            site=self.scene.site,
             host="0.0.0.0",
             port=INGRESS_PORT,
             anonymous=True,
@@ -241,6 +245,7 @@ class SimulatedSystem:
         node.bus = await SimulatedBus.connect(self.nats, "agent", name=node.name)
         scene = self.scene
         settings = AgentSettings(
+            site=scene.site,
             model=scene.model,
             engine="emulated",
             allocation=node.host,
