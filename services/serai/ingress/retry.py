@@ -9,6 +9,9 @@ from serai.contracts.inference import FailureCode, InferenceFailure
 
 TRIES_MAX = 2
 """One try and one more: each further one would multiply an overload."""
+NOBODY_THERE_TRIES_MAX = 8
+"""When NATS says at once that nobody receives, nobody has been burdened. When the link to a site is cut, all its
+sessions say so one after the other, in the first milliseconds."""
 
 _CONNECTION_LOST = frozenset(
     {
@@ -32,7 +35,7 @@ class Verdict:
 
 def after_failure(failure: InferenceFailure, tries: int) -> Verdict:
     """After a failure of try number `tries` (from 1) of which the client has seen nothing."""
-    if tries >= TRIES_MAX:
+    if tries >= (NOBODY_THERE_TRIES_MAX if failure.code is FailureCode.NO_RESPONDERS else TRIES_MAX):
         return Verdict(False, "tried enough")
     if failure.retry_safe:
         return Verdict(True, f"{failure.code}: no engine has begun on it")
