@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,5 +192,54 @@ def test_an_engine_that_stalls_is_said_in_status_and_probe(clock: Clock) -> None
         (status,) = [decode(SessionStatus, message.payload) for message in bus.take()]
         assert (status.stalled_s, status.allocation_remaining_s) == (4.2, None)
         assert agent._probe_answer().stalled_s == 4.2
+
+    asyncio.run(main())
+
+
+def test_an_agent_whose_registry_says_that_it_left_ends(clock: Clock) -> None:
+    async def main() -> None:
+        bus = FakeBus()
+        agent = agent_on(bus)
+        known = replace(agent.record, lifecycle=Lifecycle.LEFT, version=9)
+        bus.answers[SESSION.of(agent.record.session)] = lambda payload: encode(known)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(5):
+                await agent.run(asyncio.Event())
+        assert "has left" in str(raised.value.exceptions[0])
+
+    asyncio.run(main())
+
+
+def test_a_change_is_said_once_when_it_is_acknowledged_and_again_when_not(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "ACKNOWLEDGED_WITHIN_S", 0.05)
+
+    async def main() -> None:
+        bus = FakeBus()
+        agent = agent_on(bus)
+        subject = SESSION.of(agent.record.session)
+        asked: list[int] = []
+
+        def acknowledge(payload: bytes) -> bytes:
+            asked.append(decode(SessionRecord, payload).version)
+            return b""
+
+        bus.answers[subject] = acknowledge
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(agent.run(stop))
+        await asyncio.sleep(0.02)
+        asked.clear()
+        bus.take()
+        agent.relabel({"a": "1"})
+        (said,) = [message for message in bus.take() if message.subject == subject]
+        bus.handlers[said.reply.rpartition(".")[0] + ".*"](Message(said.reply, b""))
+        await asyncio.sleep(0.1)
+        assert asked == []
+        agent.relabel({"a": "2"})
+        await asyncio.sleep(0.1)
+        assert asked == [agent.record.version]
+        stop.set()
+        await running
 
     asyncio.run(main())

@@ -132,7 +132,7 @@ class WorkerAgent:
     # -- start ---------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """To what concerns us before the engine serves: whether we are there, and what others say of us."""
+        """To what concerns us before the engine serves: whether we are there, and what the registry says of us."""
         self._bus.on_disconnect(self._on_disconnect)
         self._bus.on_reconnect(self._on_reconnect)
         session = self.record.session
@@ -140,7 +140,6 @@ class WorkerAgent:
         await self._bus.subscribe(f"{acknowledgements}.*", self._on_acknowledged)
         self._acknowledgements = acknowledgements
         await self._bus.subscribe(PROBE.of(session), self._probes.on_probe)
-        await self._bus.subscribe(SESSION.of(session), self._on_session)
 
     async def _start(self, stop: asyncio.Event) -> bool:
         """Starts the engine and waits until it serves. False when told to stop meanwhile."""
@@ -250,11 +249,11 @@ class WorkerAgent:
             self._say(Lifecycle.DOWN)
             raise ServiceFailure(self._exit_story("while it served"))
 
-    def _on_session(self, message: Message) -> None:
-        """Somebody speaks of our session. When they say it LEFT (after a long silence of ours), it has: its id is
-        spent, and only a new session can serve."""
+    def _heed(self, data: bytes) -> None:
+        """The registry's answer: what it knows of us. When that is LEFT (after a long silence of ours), so it is: our
+        id is spent, and only a new session can serve. Nobody else's word counts, and so nobody else is listened to."""
         try:
-            record = decode(SessionRecord, message.data)
+            record = decode(SessionRecord, data) if data else self.record
         except MalformedMessage:
             return
         if record.session == self.record.session and record.lifecycle > self.record.lifecycle:
@@ -410,6 +409,7 @@ class WorkerAgent:
         if version.isdigit() and not message.no_responders:
             self._acknowledged_version = max(self._acknowledged_version, int(version))
             self._acknowledged.set()
+            self._heed(message.data)
 
     async def _announcing(self) -> None:
         """Repeats our record until the registry has acknowledged this version of it, then now and then: what the
@@ -448,7 +448,8 @@ class WorkerAgent:
         if self._silenced:
             return
         try:
-            await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
+            answer = await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
+            self._heed(answer.data)
             self._acknowledged_version = max(self._acknowledged_version, record.version)
             self._registry_answers = True
         except BusError as error:
