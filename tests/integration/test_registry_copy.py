@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -13,11 +14,14 @@ import httpx2
 import pytest
 
 from integration.system import Process, System, wait_for
+from serai.contracts.subjects import SESSIONS_BUCKET
+from serai.runtime.nats_bus import NatsAddress, NatsBus
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Tell me of caravans."}]}
 LONG = CHAT | {"max_tokens": 100_000, "stream": True}
 RIGHT_AGAIN_S = 5.0
 HEARTBEATS_ALONE_S = 3.5
+DISCONNECTS_TOLD_S = 0.3
 SLACK_S = 1.0
 """This machine is shared, and a process may not run for a while."""
 
@@ -85,6 +89,24 @@ def test_a_killed_agent_gets_no_requests_after_three_and_a_half_seconds_and_its_
     assert [chat(small_system).status_code for _ in range(4)] == [200] * 4
 
 
+def test_a_killed_agent_gets_no_requests_after_300_ms_where_the_server_tells(system: System) -> None:
+    system.start_registry("--nats-system-nkey-file", str(system.nats.key_file("system")))
+    system.start_ingress()
+    system.start_agent("--ttft-ms", "1", "--tpot-ms", "1")
+    took_s = []
+    for _ in range(3):
+        agent = system.start_agent("--ttft-ms", "1", "--tpot-ms", "1")
+        system.wait_for_sessions(2)
+        with system.client() as client:
+            agent.kill()
+            killed_at_s = time.monotonic()
+            while client.get("/v1/models/m").json()["sessions"].get("serving") != 1:
+                assert time.monotonic() - killed_at_s < HEARTBEATS_ALONE_S
+        took_s.append(time.monotonic() - killed_at_s)
+    print(f"unrouted {sorted(took_s)} s after kill -9")
+    assert min(took_s) < DISCONNECTS_TOLD_S  # Not the longest: others use this machine.
+
+
 def test_models_are_listed_with_what_becomes_of_them(small_system: System) -> None:
     small_system.start_agent(model="soon", agent_flags=("--label", "x=1"), wait=False)
     wait_for(lambda: "soon" in models(small_system), "the model is listed")
@@ -124,18 +146,30 @@ def test_a_new_ingress_routes_at_once(small_system: System) -> None:
         assert chat(small_system).status_code == 200  # No status comes within the next seconds.
 
 
-@pytest.mark.parametrize("gone", ["bucket deleted", "server restarted"])
+async def delete_bucket(system: System) -> None:
+    address = NatsAddress(f"nats://127.0.0.1:{system.nats_port}", system.nats.key_file("registry"))
+    bus = await NatsBus.connect(address, "registry")
+    answer = await bus.request(f"$JS.API.STREAM.DELETE.KV_{SESSIONS_BUCKET}", b"", 5)
+    assert json.loads(answer.data)["success"]
+    await bus.aclose()
+
+
+@pytest.mark.parametrize("gone", ["bucket", "store", "nothing"])
 def test_a_lost_bucket_changes_nothing_that_is_seen(system: System, gone: str) -> None:
-    """The bucket on its file store deleted with the server down; and a server whose store is gone altogether."""
+    """The bucket deleted under the registry's hands; the whole store lost by a restart, as with a memory bucket; and a
+    restart that loses nothing."""
     registry = system.start_registry()
     system.start_ingress()
     agents = [system.start_agent("--ttft-ms", "1", "--tpot-ms", "1") for _ in range(2)]
     system.wait_for_sessions(2)
-    system.processes[0].terminate()
-    store = system.nats.folder / "jetstream"
-    if gone == "bucket deleted":
-        store.rename(system.folder / "lost")
-    system.start_nats()
+    if gone == "bucket":
+        asyncio.run(delete_bucket(system))
+        assert [chat(system).status_code for _ in range(4)] == [200] * 4
+    else:
+        system.processes[0].terminate()
+        if gone == "store":
+            (system.nats.folder / "jetstream").rename(system.folder / "lost")
+        system.start_nats()
     back_at_s = time.monotonic()
     wait_for(lambda: chat(system).status_code == 200, "served again", RIGHT_AGAIN_S + SLACK_S)
     system.wait_for_sessions(2, timeout_s=RIGHT_AGAIN_S + SLACK_S)
@@ -144,7 +178,9 @@ def test_a_lost_bucket_changes_nothing_that_is_seen(system: System, gone: str) -
     # A registry that starts now finds in the bucket what the one before wrote again.
     time.sleep(6)
     registry.kill()
-    system.start_registry()
+    again = system.start_registry()
+    ready_line = next(line for line in again.log.splitlines() if "registry.ready" in line)
+    assert json.loads(ready_line)["sessions"] == 2, ready_line
     system.start_ingress()
     system.wait_for_sessions(2, timeout_s=RIGHT_AGAIN_S)
 
