@@ -55,6 +55,7 @@ class Members:
         self._copies: list[RegistryCopy] = []
         self._stop = asyncio.Event()
         self._churning: asyncio.Task[None] | None = None
+        self._running: list[asyncio.Task[None]] = []
 
     async def add_copy(self, tasks: asyncio.TaskGroup) -> None:
         bus = await NatsBus.connect(NatsAddress(self._nats_url), "ingress")
@@ -82,7 +83,13 @@ class Members:
             settings, ENGINES["emulated"], [], bus, Tracing("worker-agent", None, 0.0), connection=connection
         )
         self._agents.append(agent)
-        tasks.create_task(agent.run(self._stop))
+        self._running.append(tasks.create_task(self._run(agent, bus)))
+
+    async def _run(self, agent: WorkerAgent, bus: NatsBus) -> None:
+        try:
+            await agent.run(self._stop)
+        finally:
+            await bus.aclose()
 
     async def serving(self) -> None:
         while any(agent.record.lifecycle is not Lifecycle.SERVING for agent in self._agents):  # noqa: ASYNC110
@@ -113,6 +120,14 @@ class Members:
         self._churning = asyncio.ensure_future(self._churn(every_s))
         return None
 
+    async def leave(self) -> object:
+        """All agents leave, as when they are told to stop."""
+        if self._churning is not None:
+            self._churning.cancel()
+        self._stop.set()
+        await asyncio.gather(*self._running)
+        return None
+
     async def _churn(self, every_s: float) -> None:
         count = 0
         while True:
@@ -129,6 +144,7 @@ async def _answer_commands(members: Members) -> None:
         "write": members.write,
         "came": members.came,
         "churn": members.churn,
+        "leave": members.leave,
     }
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -1,4 +1,4 @@
-"""`serai bench idle-traffic`: bytes per second on an agent's own NATS connection, both ways, while nothing is asked of it.
+"""`serai bench idle-traffic`: bytes a second on an agent's own NATS connection, both ways, while it has nothing to do.
 
 Real agents, several in a process, attached to one emulated engine; their connections pass a relay that counts every
 byte, protocol and all. Per fleet size: records announced, signs of life, answers. Churn: ten agents that register anew
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from subprocess import Popen
 
-from serai.bench.fleet_stand import FleetStand, fleet_stand
+from serai.bench.fleet_stand import FleetStand, Member, fleet_stand
 from serai.bench.processes import BenchFailed
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.bench.targets import end_on_sigterm
@@ -24,10 +24,10 @@ from serai.worker_agent.engine.process import free_port
 
 _SIZES = (2, 10, 50, 128)
 _CHURNING, _CHURN_EVERY_S = 10, 3.0
-_WINDOW_S, _WINDOW_QUICK_S = 40.0, 10.0
-"""Records are announced anew every ten seconds: a whole number of these."""
+_WINDOW_S, _WINDOW_QUICK_S = 40.0, 7.0
+"""Records are announced anew every ten seconds: the full window holds four of these, the quick one may miss some."""
 _AGENTS_PER_PROCESS = 64
-_SETTLE_S = 3.0
+_SETTLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= window_s <= 3600:
         sys.exit(f"--window-s must be from 1 to 3600, not {window_s:g}")
     try:
-        idle = {agents: _measure(agents, window_s) for agents in _SIZES}
-        churn = _measure(_CHURNING, window_s, churn_every_s=_CHURN_EVERY_S)
+        with fleet_stand() as stand:
+            fleets = _Fleets(stand, window_s)
+            idle = {agents: fleets.measure(agents) for agents in _SIZES}
+            churn = fleets.measure(_CHURNING, churn_every_s=_CHURN_EVERY_S)
     except BenchFailed as failure:
         say(f"serai bench idle-traffic: {failure}")
         return 1
@@ -109,30 +111,47 @@ def figures_of(idle: Mapping[int, Traffic], churn: Traffic) -> dict[str, float]:
     return figures
 
 
-def _measure(agents: int, window_s: float, churn_every_s: float | None = None) -> Traffic:
-    with fleet_stand() as stand:
-        engine_url = stand.start_engine()
-        counter = ByteCounter(stand)
-        members = []
-        for first in range(0, agents, _AGENTS_PER_PROCESS):
-            share = min(_AGENTS_PER_PROCESS, agents - first)
-            flags = ["--engine-url", engine_url, "--name", f"m{first}", "--agents", str(share)]
-            members.append(stand.start_member(f"member-{first}", *flags, nats_url=f"nats://127.0.0.1:{counter.port}"))
-        for member in members:
-            member.ask("ready")
+class _Fleets:
+    """One fleet after the other on the same stand."""
+
+    def __init__(self, stand: FleetStand, window_s: float) -> None:
+        self._stand = stand
+        self._window_s = window_s
+        self._engine_url = stand.start_engine()
+        self._counter = ByteCounter(stand)
+        self._started = 0
+
+    def measure(self, agents: int, churn_every_s: float | None = None) -> Traffic:
+        """Starts so many agents, counts for a window, and lets them leave."""
+        members = self._start(agents)
         if churn_every_s is not None:
             members[0].ask("churn", every_s=churn_every_s)
         time.sleep(_SETTLE_S)
-        before, began_s = counter.counts(), time.monotonic()
-        time.sleep(window_s)
-        after, seconds = counter.counts(), time.monotonic() - began_s
-        if len(before) != agents or len(after) != agents:
-            raise BenchFailed(f"{len(after)} connections of {agents} agents: some were made anew")
-    to_server, from_server = (sum(row[way] for row in after) - sum(row[way] for row in before) for way in (0, 1))
-    traffic = Traffic(agents, to_server / seconds / agents, from_server / seconds / agents)
-    what = "churning agents" if churn_every_s else "agents"
-    say(f"{agents} {what}: {traffic.both_bytes:.0f} bytes/s each")
-    return traffic
+        before, began_s = self._counter.counts(), time.monotonic()
+        time.sleep(self._window_s)
+        after, seconds = self._counter.counts(), time.monotonic() - began_s
+        for member in members:
+            member.ask("leave")
+        if len(before) != self._started or len(after) != self._started:
+            raise BenchFailed(f"{len(after)} connections of {self._started} agents so far: some were made anew")
+        to_server, from_server = (sum(row[way] for row in after) - sum(row[way] for row in before) for way in (0, 1))
+        traffic = Traffic(agents, to_server / seconds / agents, from_server / seconds / agents)
+        what = "churning agents" if churn_every_s else "agents"
+        say(f"{agents} {what}: {traffic.both_bytes:.0f} bytes/s each")
+        return traffic
+
+    def _start(self, agents: int) -> list[Member]:
+        members = []
+        for first in range(0, agents, _AGENTS_PER_PROCESS):
+            share = min(_AGENTS_PER_PROCESS, agents - first)
+            name = f"member-{self._started}"
+            flags = ["--engine-url", self._engine_url, "--name", name, "--agents", str(share)]
+            url = f"nats://127.0.0.1:{self._counter.port}"
+            members.append(self._stand.start_member(name, *flags, nats_url=url))
+            self._started += share
+        for member in members:
+            member.ask("ready")
+        return members
 
 
 def _table(idle: Mapping[int, Traffic], churn: Traffic) -> list[list[str]]:
