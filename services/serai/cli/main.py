@@ -57,12 +57,14 @@ COMMANDS: Tree = {
             "serai.bench.simulate.validate", "judge the simulator by logs, live engines and repetition"
         ),
         "faults": Command("serai.bench.simulate.faults", "the real services in virtual time under random faults"),
+        "partition": Command("serai.bench.simulate.partition", "two sites whose link is cut and healed, many seeds"),
     },
     "bench": {
         "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),
         "gateway": Command("serai.bench.gateway", "throughput beside the engine alone and other gateways"),
         "emulator": Command("serai.bench.emulator", "how punctual the emulated engine's tokens are"),
         "convergence": Command("serai.bench.convergence", "how soon every copy of the registry has a change"),
+        "detection": Command("serai.bench.detection", "how soon nothing is routed to what has failed"),
         "idle-traffic": Command("serai.bench.idle_traffic", "bytes a second on an agent's connection"),
     },
 }
