@@ -34,7 +34,7 @@ from serai.bench.stand import CHAT_PATH
 from serai.bench.targets import end_on_sigterm
 from serai.worker_agent.engine.process import free_port
 
-_FAILURES, _FAILURES_QUICK = 24, 4
+_FAILURES, _FAILURES_QUICK = 24, 3
 _AT_ONCE = 4
 """Agents that are up side by side: starting them takes the machine's time."""
 _LOOK_EVERY_S = 0.004
@@ -231,7 +231,7 @@ def _whole_site() -> Iterator[Site]:
         processes.wait_until("serai up", child, ready_file.exists, _START_TIMEOUT_S)
         ready = json.loads(ready_file.read_text())
         processes.also_end(ready["pids"].values())
-        nats = ("--nats-url", ready["nats_url"], "--nats-nkey-file", str(state / "nats" / "agent.nk"))
+        nats = ("--nats-url", ready["sites"][0]["nats_url"], "--nats-nkey-file", str(state / "nats" / "agent.nk"))
         yield Site(processes, nats, port, {"Authorization": f"Bearer {ready['key']}"})
 
 
