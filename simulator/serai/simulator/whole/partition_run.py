@@ -18,7 +18,7 @@ from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Node, Scene,
 from serai.simulator.whole.virtual_loop import START_S, Stalled
 
 START_WITHIN_S = 40.0
-HEAL_WITHIN_S = 60.0
+HEAL_WITHIN_S = 90.0
 LIMIT_S = 600.0
 LOOK_EVERY_S = 0.25
 CALM_AFTER_S = 12.0
@@ -37,6 +37,8 @@ class PartitionPlan:
     reordered: float = 0.1
     churn_every_s: float = 4.0
     """Mean time between agents that leave and come back, at each site."""
+    registry_dies: bool = False
+    """One of the registries is killed in the cut, and comes back without its KV."""
     scene: Scene = field(default_factory=lambda: Scene(agents=3, ingresses=1, silence_grace_s=60.0))
 
 
@@ -46,7 +48,7 @@ class PartitionResult:
 
     seed: int
     heal_s: float | None = None
-    """From the healing of the link until all views were equal; None = not within a minute."""
+    """From the healing of the link until all views were equal; None = not within a minute and a half."""
     cut_s: float = 0.0
     requests: int = 0
     failed: int = 0
@@ -137,7 +139,10 @@ class _Run:
         self._note("the link is cut")
         self._cut_at_s = sites.loop.time()
         link.cut()
-        await asyncio.sleep(self.result.cut_s)
+        await asyncio.sleep(self.result.cut_s / 2)
+        if plan.registry_dies:
+            await self._kill_registry(sites.sites[chance.randrange(2)])
+        await asyncio.sleep(self.result.cut_s / 2)
         self._churning = False
         await asyncio.gather(*churns)
         self._note("the link is healed")
@@ -151,6 +156,12 @@ class _Run:
         await asyncio.gather(*loads)
         if not sites.agree() and await sites.until_agreed(5.0) is None:
             self.result.problems.append(f"views differ again after healing: {self._differences()}")
+
+    async def _kill_registry(self, site: SimulatedSite) -> None:
+        await site.registry.kill()
+        site.nats.kv.clear()
+        await asyncio.sleep(1.0)
+        site.registry.start()
 
     # -- churn ---------------------------------------------------------------------------------------------------
 
