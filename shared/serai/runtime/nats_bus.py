@@ -107,6 +107,8 @@ class _DirectClient(Client):  # type: ignore[misc]
         self._pending: list[bytes]
         self._pending_data_size: int
         self.direct: dict[int, Callable[[str, bytes, str, bool], None]] = {}
+        self.leaving: list[int] = []
+        """Of `direct`, those whose UNSUB may not have reached the server: what it has sent before must be heard."""
         self.on_ejected: Callable[[str], None] = lambda text: None
         self.on_dead: Callable[[Exception], None] = lambda error: None
 
@@ -128,6 +130,12 @@ class _DirectClient(Client):  # type: ignore[misc]
         if self.is_connected and not (task and task.cancelling()):
             await self._process_op_err(nats.errors.ProtocolError())
 
+    async def _connect_to_server(self, s: Any) -> None:
+        """nats-py forgets the socket of a try that got as far as a connection, and no further."""
+        if self._transport is not None:
+            self._transport.close()
+        await super()._connect_to_server(s)
+
     async def _attempt_reconnect(self) -> None:
         try:
             await super()._attempt_reconnect()
@@ -138,6 +146,13 @@ class _DirectClient(Client):  # type: ignore[misc]
         """What was not written when the connection broke; nats-py would send it, stale, after the reconnect."""
         self._pending.clear()
         self._pending_data_size = 0
+        self.forget_handlers(self.leaving)
+
+    def forget_handlers(self, gone: list[int]) -> None:
+        """Of subscriptions for which nothing can come any more."""
+        for number in gone:
+            self.direct.pop(number, None)
+        self.leaving = [number for number in self.leaving if number in self.direct]
 
     def append(self, head: bytes, payload: bytes) -> None:
         """Puts one PUB behind whatever waits to be written; nats-py's own commands share the order."""
@@ -330,7 +345,7 @@ class NatsBus:
     async def _flush_twice(self) -> None:
         # One flush is no barrier: nats-py's PING overtakes SUB and PUB that are still buffered. The second's does not.
         # And while it reconnects, its flush returns at once, having asked nobody.
-        connections = self._client.stats["reconnects"]
+        connections, leaving = self._client.stats["reconnects"], self._client.leaving[:]
         try:
             for _ in range(2):
                 if not self._client.is_connected:
@@ -340,6 +355,7 @@ class NatsBus:
             raise BusDisconnected(f"lost NATS at {self._address}: {error!r}") from error
         if not self._client.is_connected or self._client.stats["reconnects"] != connections:
             raise BusDisconnected(f"lost NATS at {self._address} meanwhile")
+        self._client.forget_handlers(leaving)
 
     async def self_test(
         self,
@@ -518,7 +534,9 @@ class _Subscription:
         self._subscription = subscription
 
     async def unsubscribe(self) -> None:
-        self._client.direct.pop(self._subscription._id, None)
+        if self._subscription._id in self._client.leaving or self._subscription._id not in self._client.direct:
+            return
+        self._client.leaving.append(self._subscription._id)
         try:
             await self._subscription.unsubscribe()
         except nats.errors.Error:
