@@ -131,8 +131,7 @@ class RegistryCopy:
         record = self._refusals.record_in(message)
         if record is None:
             return
-        known = self.replica.get(record.session)
-        if known is not None and (record.lifecycle, record.version) < (known.lifecycle, known.version):
+        if self.replica.knows_newer(record):
             text = f"version {record.version} of {record.session} ({record.lifecycle.name}) is older than what is known"
             self._refusals.note("older-version", text, message.subject)
             return

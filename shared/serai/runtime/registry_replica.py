@@ -70,6 +70,11 @@ class RegistryReplica:
     def get(self, session: str) -> SessionRecord | None:
         return self._records.get(session)
 
+    def knows_newer(self, record: SessionRecord) -> bool:
+        """Whether `record` tells of an earlier time of its session than this copy knows of."""
+        known = self._records.get(record.session)
+        return known is not None and (record.lifecycle, record.version) < (known.lifecycle, known.version)
+
     def records(self) -> list[SessionRecord]:
         """All records in the order of their session ids."""
         return [self._records[session] for session in sorted(self._records)]
