@@ -41,6 +41,7 @@ def test_progress_every_two_seconds_is_never_a_stall(gaps: list[float], by_count
         else:
             bytes_at = now + gap
         assert stalls_at(progress, running, now + gap - LOOK_S / 2, now) == float("inf")
+        assert progress.look(running, now + gap * 0.999) == 0
         progress.progressed(bytes_at)
         now += gap
         assert progress.look(running, now) == 0
@@ -81,6 +82,16 @@ def test_requests_that_go_on_arriving_do_not_hide_a_hang(gaps: list[float]) -> N
         if progress.look(running, now):
             found_s = min(found_s, now)
     assert found_s <= 3.0 or now < 3.0
+
+
+def test_rest_between_requests_is_no_silence() -> None:
+    progress = watch()
+    assert progress.look([STREAM], 0.5) == 0
+    progress.progressed(1.0)
+    assert progress.look([], 1.2) == 0
+    later = replace(STREAM, posted_at_s=50.0, answered=False)
+    assert progress.look([later], 50.5) == 0
+    assert stalls_at(progress, [later], 60.0, 50.5) == pytest.approx(50 + LIMIT_S + 0.1, abs=2 * LOOK_S)
 
 
 def test_a_long_prefill_is_no_hang_and_a_hang_after_it_is_one() -> None:
