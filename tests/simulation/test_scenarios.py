@@ -13,7 +13,7 @@ from serai.bench.simulate.points import measured
 from serai.bench.simulate.scenario import read_scenario
 from serai.cli.main import main
 from serai.performance.hardware import GPUS
-from serai.performance.latency_model import Step
+from serai.performance.latency_model import PrefillChunk, Step
 from serai.performance.memory import Parallelism
 from serai.performance.roofline import RooflineModel
 from serai.performance.shipped_models import shipped_card
@@ -164,6 +164,10 @@ def test_slower_steps_add_what_they_say() -> None:
     slower = SlowerSteps(model, step_s=0.018, mixed_s=0.012)
     step = Step((), 4, 2000)
     assert slower.step_s(step) - model.step_s(step) == pytest.approx(0.018)
+    mixed = Step([PrefillChunk(100)], 4, 2000)
+    assert slower.step_s(mixed) - model.step_s(mixed) == pytest.approx(0.030)
+    alone = Step([PrefillChunk(100)])
+    assert slower.step_s(alone) - model.step_s(alone) == pytest.approx(0.018)
     assert slower.kv_capacity_tokens() == model.kv_capacity_tokens()
     with pytest.raises(ValueError, match="at least 0"):
         SlowerSteps(model, mixed_s=-1)

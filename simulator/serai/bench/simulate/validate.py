@@ -209,13 +209,19 @@ def _speed(found: Findings, _: Path, quick: bool) -> None:
     say(f"{duration_s:g} s of eight instances at 40 requests/s")
     speed = repeatability.speed(duration_s)
     found.figures["wall_s_per_sim_hour"] = speed.wall_s_per_sim_hour
+    found.figures["cpu_s_per_sim_hour"] = speed.cpu_s_per_sim_hour
     found.figures["us_per_step"] = speed.run_s / speed.steps * 1e6
     found.table.append(
         ("an hour of 8 instances, 40 requests/s", f"{speed.wall_s_per_sim_hour:.1f} s", f"{SPEED_GOAL_S:g} s", "")
     )
+    label = "  … in processor time"
+    found.table.append((label, f"{speed.cpu_s_per_sim_hour:.1f} s", "", ""))
     found.raw["speed"] = {name: getattr(speed, name) for name in speed.__slots__}
     if speed.wall_s_per_sim_hour > SPEED_GOAL_S:
-        found.notes.append(f"wall_s_per_sim_hour {speed.wall_s_per_sim_hour:.0f} misses its goal of {SPEED_GOAL_S:g}")
+        found.notes.append(
+            f"wall_s_per_sim_hour {speed.wall_s_per_sim_hour:.0f} misses its goal of {SPEED_GOAL_S:g};"
+            f" the process ran for {speed.cpu_s_per_sim_hour:.0f} s of it"
+        )
 
 
 # OpenTela's drain test
