@@ -281,7 +281,8 @@ class NatsBus:
         client = self._client
         if not client.is_connected:
             raise BusDisconnected(f"not connected to NATS at {self._address}")
-        self._check_size(subject, payload)
+        if len(payload) > self.message_bytes_max:
+            raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
         head = f"PUB {subject} {reply} {len(payload)}\r\n" if reply else f"PUB {subject} {len(payload)}\r\n"
         client.append(head.encode(), payload)
         if at_once:
@@ -293,10 +294,6 @@ class NatsBus:
                 self._loop.call_later(wait_s, self._write_later)
             else:
                 self._write()
-
-    def _check_size(self, subject: str, payload: bytes) -> None:
-        if len(payload) > self.message_bytes_max:
-            raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
 
     def _write_later(self) -> None:
         self._write_scheduled = False
@@ -327,7 +324,8 @@ class NatsBus:
         return _Subscription(self._client, subscription)
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message:
-        self._check_size(subject, payload)
+        if len(payload) > self.message_bytes_max:
+            raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
         try:
             return _as_message(await self._client.request(subject, payload, timeout=timeout_s))
         except nats.errors.NoRespondersError as error:

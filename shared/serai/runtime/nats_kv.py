@@ -47,7 +47,10 @@ class NatsBucket:
                 answer = await self._call(subject, value)
             except NoResponders:  # No stream takes the subject: the bucket has gone, or has never been.
                 await self._create()
-                answer = await self._call(subject, value)
+                try:
+                    answer = await self._call(subject, value)
+                except NoResponders as error:
+                    raise self._error("made, and yet nobody takes what is written to it") from error
             if "seq" not in (taken := self._read(answer) or {}):
                 raise self._error(f"not written: {taken}")
 
@@ -79,10 +82,13 @@ class NatsBucket:
         return await self._bounded(read(), self._timeout_s * READ_ALL_FACTOR)
 
     async def state(self) -> BucketState | None:
-        answer = await self._bounded(self._ask("STREAM.INFO", {}))
-        if answer is None:
-            return None
-        return BucketState(str(answer["created"]), int(answer["state"].get("num_subjects", 0)))
+        async def look() -> BucketState | None:
+            answer = await self._ask("STREAM.INFO", {})
+            if answer is None:
+                return None
+            return BucketState(str(answer["created"]), int(answer["state"].get("num_subjects", 0)))
+
+        return await self._bounded(look())
 
     # -- inside --------------------------------------------------------------------------------------------------
 
