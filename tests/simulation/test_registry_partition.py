@@ -92,7 +92,7 @@ def test_a_broken_registry_is_found(
     broken(monkeypatch)
     results = []
     for seed in (1, 6):
-        result = partition_run(seed, PartitionPlan(cut_s=(10.0, 12.0), reordered=0.3))
+        result = partition_run(seed, PartitionPlan(cut_s=(10.0, 12.0), doubled=0.9, churn_every_s=1.0))
         results.append(result.line)
         if not result.holds and found(result):
             return
