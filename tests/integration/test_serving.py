@@ -51,7 +51,10 @@ def test_the_openai_sdk_streams_lists_and_reads_errors(small_system: System) -> 
     small_system.wait_for_sessions(1, "org/llama-3.1:8b")
     client = openai.OpenAI(base_url=f"{small_system.url}/v1", api_key=small_system.key, max_retries=0)
     assert [model.id for model in client.models.list()] == ["org/llama-3.1:8b"]
-    assert client.models.retrieve("org/llama-3.1:8b").owned_by == "local"
+    model = client.models.retrieve("org/llama-3.1:8b")
+    assert (model.owned_by, model.object, model.created) == ("local", "model", 0)
+    assert model.model_extra
+    assert model.model_extra["state"] == "serving"  # Beside OpenAI's fields, which stay what they are.
     stream = client.chat.completions.create(
         model="org/llama-3.1:8b",
         messages=[{"role": "user", "content": "hello"}],
