@@ -31,7 +31,7 @@ from serai.worker_agent.exchange import Exchange
 SHORT = FaultPlan(duration_s=20.0, requests_per_s=6.0, fault_every_s=2.0, scene=Scene(agents=3, ingresses=2))
 
 
-@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_everything_holds(seed: int) -> None:
     result = fault_run(seed, SHORT)
     assert not result.violations, result.line
@@ -84,7 +84,7 @@ def test_an_unknown_kind_is_refused_in_one_line() -> None:
 def test_the_loss_of_one_agent_fails_no_answer_in_one_piece() -> None:
     """They are tried elsewhere. Faults so far apart that one is over before the next."""
     for kind in (FaultKind.KILL_AGENT, FaultKind.LOSE_AGENT, FaultKind.STOP_AGENT, FaultKind.KILL_ENGINE):
-        result = fault_run(7, FaultPlan(duration_s=20.0, requests_per_s=5.0, fault_every_s=8.0, kinds=(kind,)))
+        result = fault_run(7, FaultPlan(duration_s=16.0, requests_per_s=4.0, fault_every_s=8.0, kinds=(kind,)))
         assert (result.failed_unary, result.violations) == (0, []), f"{kind}: {result.line}"
         assert result.faults > 0
 
@@ -98,7 +98,7 @@ def test_registry_and_its_store_may_fail_as_they_like() -> None:
         FaultKind.KV_BLIND,
         FaultKind.KV_VANISHES,
     )
-    result = fault_run(8, FaultPlan(duration_s=30.0, fault_every_s=1.5, kinds=kinds))
+    result = fault_run(8, FaultPlan(duration_s=15.0, requests_per_s=5.0, fault_every_s=1.0, kinds=kinds))
     assert not result.violations
     # Cut: clients that read nothing for too long.
     assert set(result.outcomes) <= {Outcome.WHOLE, Outcome.CANCELLED, Outcome.CUT}
