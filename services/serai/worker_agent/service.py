@@ -22,22 +22,20 @@ from serai.contracts.session_record import (
     Lifecycle,
     SessionMetadata,
     SessionRecord,
-    new_session_id,
 )
 from serai.contracts.status import ProbeAnswer, SessionStatus
 from serai.contracts.subjects import CANCEL, INFERENCE, PROBE, SESSION, STATUS
 from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, Subscription
-from serai.runtime.connection_settings import host_name
 from serai.runtime.http1 import HttpPool, Origin
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
-from serai.runtime.version import VERSION
+from serai.worker_agent.absence import Absence
 from serai.worker_agent.allocation import AllocationEnd
-from serai.worker_agent.command_line import parallelism_of
 from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
 from serai.worker_agent.engine.process import EngineStarter, RunningEngine, start_on_loopback
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
+from serai.worker_agent.first_record import first_record
 from serai.worker_agent.outbox import Outbox
 from serai.worker_agent.probe_answers import ProbeAnswers
 from serai.worker_agent.readers import Readers
@@ -91,11 +89,10 @@ class WorkerAgent:
         self._spent = asyncio.Event()
         self._spent_because = ""
         """Why our id can be used no more."""
-        self._lost_at_s: float | None = None
-        """When NATS was lost; None while we have it."""
+        self._absence = Absence(settings.rejoin_after_s)
         self._registry_answers = True
         self._allocation_end = allocation_end
-        self.record = self._first_record(connection, gpus)
+        self.record = first_record(settings, engine.kind, command, connection, gpus)
         self._probes = ProbeAnswers(bus, self.record.session, self._probe_answer)
         self._pool: HttpPool | None = None
         self._served = ServedModel("")
@@ -270,20 +267,18 @@ class WorkerAgent:
             raise ServiceFailure(f"{self._spent_because}; start again as a new session")
 
     def _on_disconnect(self) -> None:
-        if self._lost_at_s is None:
-            self._lost_at_s = time.monotonic()
+        self._absence.lost(time.monotonic())
         if self._desk is not None:
             # Frames may be lost with the connection, so no stream can go on after it: free the engine at once.
             self._desk.fail_all(FailureCode.BUS_LOST, "the agent lost NATS")
 
     def _on_reconnect(self) -> None:
-        """Whoever was away for long may have been closed and forgotten, and must not come back under the old id."""
-        away_s = 0.0 if self._lost_at_s is None else time.monotonic() - self._lost_at_s
-        if away_s > self._settings.rejoin_after_s:
+        now = time.monotonic()
+        away_s = self._absence.lasted_s(now)
+        if not self._absence.over(now):
             log.error("agent.away_too_long", away_s=round(away_s))
             self._spend(f"NATS was out of reach for {away_s:.0f} s, and others may have closed this session meanwhile")
             return
-        self._lost_at_s = None
         asyncio.get_running_loop().call_later(random.uniform(0, RETURN_SPREAD_S), self._return)
 
     def _return(self) -> None:
@@ -293,11 +288,7 @@ class WorkerAgent:
     @property
     def _silenced(self) -> bool:
         """Whether the only word that is still ours to say is that we leave."""
-        return (
-            self._lost_at_s is not None
-            and self.record.lifecycle is not Lifecycle.LEFT
-            and time.monotonic() - self._lost_at_s > self._settings.rejoin_after_s
-        )
+        return self.record.lifecycle is not Lifecycle.LEFT and self._absence.too_long(time.monotonic())
 
     async def _following_allocation(self) -> None:
         """Keeps in the record when our allocation ends."""
@@ -361,31 +352,6 @@ class WorkerAgent:
             await self._process.stop(self._settings.engine_stop_s)
 
     # -- what the others know of us ------------------------------------------------------------------------------
-
-    def _first_record(self, connection: str, gpus: Sequence[GpuDevice]) -> SessionRecord:
-        settings = self._settings
-        metadata = SessionMetadata(
-            model=settings.model,
-            engine_model=settings.engine_model or settings.model,
-            engine=self._engine.kind,
-            site=settings.site,
-            provider=settings.provider,
-            allocation=settings.allocation_name,
-            host=host_name(),
-            concurrency_max=settings.concurrency_max,
-            loading_phase="starting",
-            agent_version=VERSION,
-            labels=settings.label_values,
-            connection=connection,
-            worker_group=settings.worker_group,
-            gpus=list(gpus),
-            parallelism=parallelism_of(self._command),
-            restart_count=settings.restart_count,
-        )
-        session = new_session_id(
-            settings.site, settings.allocation_name, settings.restart_count, random.SystemRandom().randbytes(6).hex()
-        )
-        return SessionRecord(session, Lifecycle.JOIN, 0, metadata)
 
     def relabel(self, labels: dict[str, str]) -> None:
         """Other labels from now on, for everybody."""
