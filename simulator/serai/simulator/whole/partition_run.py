@@ -11,12 +11,15 @@ import asyncio
 from dataclasses import dataclass, field
 from random import Random
 
-from serai.contracts.session_record import Lifecycle
+from serai.contracts.session_record import Lifecycle, SessionRecord
+from serai.contracts.subjects import SESSION
 from serai.simulator.whole.client import ChatClient, ChatRequest, ChatResult, Outcome
+from serai.simulator.whole.simulated_bus import Passage
 from serai.simulator.whole.sites import LinkedSites, SimulatedSite
 from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Node, Scene, SimulatedSystem, simulate
 from serai.simulator.whole.virtual_loop import START_S, Stalled
 
+_SESSION_PREFIX = SESSION.of("")
 START_WITHIN_S = 40.0
 HEAL_WITHIN_S = 90.0
 LIMIT_S = 600.0
@@ -104,11 +107,13 @@ class _Run:
         self._lifecycles: dict[str, dict[str, Lifecycle]] = {}
         """Per life of an observer: what it knew at the last look."""
         self._number = 0
+        self._observer_of: dict[str, Node] = {}
 
     async def main(self, world: SimulatedSystem) -> None:
         sites = self._sites = LinkedSites(world, self.plan.scene)
         for site in sites.sites:
-            site.nats.observers.append(world.trace.deliver)
+            site.nats.observers += [world.trace.deliver, self._observe]
+        self._observer_of = {node.host: node for node in sites.observers}
         sites.start()
         async with asyncio.TaskGroup() as tasks:
             looking = tasks.create_task(self._looking())
@@ -228,6 +233,7 @@ class _Run:
             if node.replica is None:
                 continue
             for record in node.replica.records():
+                self._check_lifecycle(node, record)
                 session = record.session
                 if record.lifecycle is not Lifecycle.LEFT:
                     continue
@@ -236,7 +242,6 @@ class _Run:
                     if session in alive:
                         self.result.closed_alive += 1
                         self.result.problems.append(f"{session} was closed while it served")
-        self._look_for_risen()
         for node in self._sites.nodes:
             self.result.problems += node.failures
             node.failures.clear()
@@ -244,17 +249,21 @@ class _Run:
             self.result.problems += site.nats.handler_failures
             site.nats.handler_failures.clear()
 
-    def _look_for_risen(self) -> None:
+    def _observe(self, passage: Passage) -> None:
+        """At every delivery of a record: what its receiver has made of it."""
+        if passage.delivered and passage.subject.startswith(_SESSION_PREFIX):
+            node = self._observer_of.get(passage.connection.rpartition(".")[0])
+            record = node.replica.get(passage.subject[len(_SESSION_PREFIX) :]) if node and node.replica else None
+            if node is not None and record is not None:
+                self._check_lifecycle(node, record)
+
+    def _check_lifecycle(self, node: Node, record: SessionRecord) -> None:
         """A copy may not have heard yet that a session left; but none may unlearn it."""
-        for node in self._sites.observers:
-            if node.replica is None:
-                continue
-            known = self._lifecycles.setdefault(node.name, {})
-            for record in node.replica.records():
-                if record.lifecycle < known.get(record.session, Lifecycle.JOIN):
-                    self._risen[record.session] = None
-                    self.result.problems.append(f"{node.name}: {record.session} came back as {record.lifecycle.name}")
-                known[record.session] = record.lifecycle
+        known = self._lifecycles.setdefault(node.name, {})
+        if record.lifecycle < known.get(record.session, Lifecycle.JOIN):
+            self._risen[record.session] = None
+            self.result.problems.append(f"{node.name}: {record.session} came back as {record.lifecycle.name}")
+        known[record.session] = record.lifecycle
 
     def _differences(self) -> str:
         views = [set(view) for view in self._sites.views()]
