@@ -16,6 +16,11 @@ RETRIES = Counter("serai_ingress_retries_total", "Second tries", ["model"])
 BROKEN_STREAMS = Counter(
     "serai_ingress_broken_streams_total", "Streams that were ended with an error event", ["model", "code"]
 )
+CONTINUATIONS = Counter(
+    "serai_ingress_continuations_total",
+    "Streams that broke off and might have gone on: resumed, or why not (mismatch, lost, unsound, nobody)",
+    ["model", "outcome"],
+)
 CANCELLED = Counter("serai_ingress_cancelled_total", "Requests whose client left before the end", ["model"])
 IN_FLIGHT = Gauge("serai_ingress_requests_in_flight", "Streams open to agents now")
 TTFT = Histograms(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from serai.ingress.continuation import Continuing
 from serai.ingress.routing import POLICIES
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
@@ -17,6 +18,10 @@ class IngressSettings(ConnectionSettings):
     keys_file: Path | None = setting(None, "file of hashed API keys (serai keys add); read again when it changes")
     anonymous: bool = setting(False, "serve without API keys")
     policy: str = setting("least-loaded", f"routing policy: {', '.join(POLICIES)}")
+    continuing: str = setting(
+        Continuing.GREEDY,
+        f"which broken streams go on at another session: {', '.join(Continuing)}; greedy: temperature 0 only",
+    )
     body_bytes_max: int = setting(32 * 1024 * 1024, "largest request body, in bytes; more is answered with 413")
     answer_bytes_max: int = setting(64 * 1024 * 1024, "largest answer that is not a stream, in bytes")
     request_timeout_s: float = setting(600.0, "longest time a request may take, in seconds")
@@ -32,6 +37,8 @@ class IngressSettings(ConnectionSettings):
             raise ValueError(f"--port {self.port}: must be between 1 and 65535")
         if self.policy not in POLICIES:
             raise ValueError(f"--policy {self.policy!r}: must be one of {', '.join(POLICIES)}")
+        if self.continuing not in list(Continuing):
+            raise ValueError(f"--continuing {self.continuing!r}: must be one of {', '.join(Continuing)}")
         if self.keys_file is None and not self.anonymous:
             raise ValueError(
                 "give --keys-file (make one with `serai keys add NAME --keys-file FILE`), or say --anonymous "
