@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from serai.contracts.subjects import CANCEL, INFERENCE, SESSION, SNAPSHOT, STATUS
+from serai.contracts.subjects import (
+    BEAT,
+    CANCEL,
+    DIGEST,
+    DISCONNECTED,
+    INFERENCE,
+    OPINION,
+    PROBE,
+    SESSION,
+    SNAPSHOT,
+    STATUS,
+)
 from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
@@ -33,8 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         tracing = set_up_traces("ingress")
         try:
             await bus.self_test(
-                must_publish=[INFERENCE.every, CANCEL.every, SNAPSHOT.every],
-                must_subscribe=[SESSION.every, STATUS.every],
+                must_publish=[
+                    *[INFERENCE.every, CANCEL.every, PROBE.every],
+                    *[SNAPSHOT.every, DIGEST.every, OPINION.every],
+                ],
+                must_subscribe=[SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every],
                 must_not_subscribe=[INFERENCE.every, "_INBOX_agent.>"],
             )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
