@@ -21,7 +21,7 @@ from serai.contracts.inference import (
     ResponseHead,
 )
 from serai.ingress import inference_client as client_module
-from serai.ingress.inference_client import PROBE_AFTER_S, InferenceClient, InferenceStream, StreamFailed
+from serai.ingress.inference_client import CANCELS_KEPT_S, PROBE_AFTER_S, InferenceClient, InferenceStream, StreamFailed
 from serai.runtime.bus import Message, MessageTooLarge
 from unit.fakes import Clock, FakeBus
 
@@ -576,3 +576,15 @@ async def do(gateway: Gateway, stream: InferenceStream, action: str) -> None:
                 await read_all(stream)
             except StreamFailed:
                 assert stream.failure is not None
+
+
+@in_loop
+async def test_a_cancel_lost_with_the_connection_is_said_again_for_a_while(gateway: Gateway, clock: Clock) -> None:
+    async with gateway.stream("s4"):
+        gateway.bus.lose_connection()
+    gateway.bus.take()
+    gateway.bus.reconnect()
+    assert [message.subject for message in gateway.bus.take()] == ["cancel.s4"]
+    clock.advance(CANCELS_KEPT_S + 1)
+    gateway.bus.reconnect()
+    assert gateway.bus.take() == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -29,6 +30,9 @@ log = structlog.get_logger()
 
 BODY_FRAME_BYTES = 512 * 1024
 WATCH_EVERY_S = 0.5
+CANCELS_KEPT_S = 60.0
+"""A CANCEL may be lost with the connection: for so long it is sent again after a reconnect."""
+CANCELS_KEPT_MAX = 10_000
 PROBE_AFTER_S = 1.2
 """A stream silent for so long is asked after: if nobody receives the question, its agent is gone."""
 
@@ -300,10 +304,13 @@ class InferenceClient:
         self._next_id = first_stream_id
         self._inbox = f"{bus.inbox_prefix}.stream"
         self._idle: asyncio.Event | None = None
+        self._cancels: deque[tuple[float, str, bytes, str]] = deque(maxlen=CANCELS_KEPT_MAX)
+        """When which CANCEL was sent: subject, frame, reply; the oldest first."""
 
     async def start(self) -> Subscription:
         """Subscribes to the inbox; the caller puts a barrier behind it."""
         self.bus.on_disconnect(self._on_disconnect)
+        self.bus.on_reconnect(self._on_reconnect)
         return await self.bus.subscribe(f"{self._inbox}.*", self.on_frames)
 
     def in_flight(self, session: str) -> int:
@@ -367,6 +374,12 @@ class InferenceClient:
         for stream in tuple(self._streams.values()):
             stream.fail(_BUS_LOST)
 
+    def _on_reconnect(self) -> None:
+        """An engine must not finish for nobody because the word that we gave up was lost with the connection."""
+        self._forget_cancels()
+        for _, subject, frame, reply in self._cancels:
+            self._publish_cancel(subject, frame, reply)
+
     # -- watching ------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
@@ -412,8 +425,19 @@ class InferenceClient:
             self._cancel(stream)
 
     def _cancel(self, stream: InferenceStream) -> None:
+        subject = CANCEL.of(stream.session)
+        frame = frame_bytes(FrameKind.CANCEL, stream.id, stream.attempt, 0)
+        self._cancels.append((time.monotonic(), subject, frame, stream.reply))
+        self._forget_cancels()
+        self._publish_cancel(subject, frame, stream.reply)
+
+    def _forget_cancels(self) -> None:
+        limit = time.monotonic() - CANCELS_KEPT_S
+        while self._cancels and self._cancels[0][0] < limit:
+            self._cancels.popleft()
+
+    def _publish_cancel(self, subject: str, frame: bytes, reply: str) -> None:
         try:
-            frame = frame_bytes(FrameKind.CANCEL, stream.id, stream.attempt, 0)
-            self.bus.publish(CANCEL.of(stream.session), frame, stream.reply)
+            self.bus.publish(subject, frame, reply)
         except BusError:
-            pass  # The agent ends it by itself when it gets no more credit or loses the bus, too.
+            pass  # Said again after the reconnect; and the agent ends it by itself when it gets no more credit.
