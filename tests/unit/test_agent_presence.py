@@ -15,8 +15,8 @@ from serai.contracts.subjects import PROBE, SESSION, STATUS
 from serai.runtime.bus import BusDisconnected, Message, RequestTimeout
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
+from serai.worker_agent import presence as presence_module
 from serai.worker_agent import probe_answers
-from serai.worker_agent import service as service_module
 from serai.worker_agent.engine.emulated import EmulatedEngine
 from serai.worker_agent.probe_answers import ASKS_MAX, ProbeAnswers
 from serai.worker_agent.service import WorkerAgent
@@ -110,8 +110,8 @@ def agent_on(bus: FakeBus, **said: Any) -> WorkerAgent:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    clock.put_into(monkeypatch, service_module)
-    monkeypatch.setattr(service_module, "RETURN_SPREAD_S", 0.0)
+    clock.put_into(monkeypatch, presence_module)
+    monkeypatch.setattr(presence_module, "RETURN_SPREAD_S", 0.0)
     return clock
 
 
@@ -163,8 +163,8 @@ def test_an_agent_that_was_away_for_too_long_ends_and_says_nothing_but_that_it_l
             return b""
 
         bus.answers[SESSION.of(agent.record.session)] = acknowledge
-        agent._show_life()
-        agent._say(Lifecycle.JOIN)
+        agent.presence.show_life()
+        agent.presence.say(Lifecycle.JOIN)
         await asyncio.sleep(0.05)
         assert (bus.take(), announced) == ([], [])
         bus.reconnect()
@@ -188,10 +188,10 @@ def test_an_engine_that_stalls_is_said_in_status_and_probe(clock: Clock) -> None
             stalled_s = 4.24
 
         agent._watchdog = Stalled()  # type: ignore[assignment]
-        agent._show_life()
+        agent.presence.show_life()
         (status,) = [decode(SessionStatus, message.payload) for message in bus.take()]
         assert (status.stalled_s, status.allocation_remaining_s) == (4.2, None)
-        assert agent._probe_answer().stalled_s == 4.2
+        assert agent.presence.probe_answer().stalled_s == 4.2
 
     asyncio.run(main())
 
@@ -213,7 +213,7 @@ def test_an_agent_whose_registry_says_that_it_left_ends(clock: Clock) -> None:
 def test_a_change_is_said_once_when_it_is_acknowledged_and_again_when_not(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "ACKNOWLEDGED_WITHIN_S", 0.05)
+    monkeypatch.setattr(presence_module, "ACKNOWLEDGED_WITHIN_S", 0.05)
 
     async def main() -> None:
         bus = FakeBus()

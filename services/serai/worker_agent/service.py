@@ -7,14 +7,11 @@ has come and the server has seen our subscriptions, and nothing is stopped befor
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import structlog
 
-from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.inference import FailureCode
 from serai.contracts.session_record import (
     Draining,
@@ -23,13 +20,11 @@ from serai.contracts.session_record import (
     SessionMetadata,
     SessionRecord,
 )
-from serai.contracts.status import ProbeAnswer, SessionStatus
-from serai.contracts.subjects import CANCEL, INFERENCE, PROBE, SESSION, STATUS
-from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, Subscription
+from serai.contracts.subjects import CANCEL, INFERENCE
+from serai.runtime.bus import Bus, BusError, Subscription
 from serai.runtime.http1 import HttpPool, Origin
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
-from serai.worker_agent.absence import Absence
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
@@ -37,18 +32,13 @@ from serai.worker_agent.engine.process import EngineStarter, RunningEngine, star
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
 from serai.worker_agent.first_record import first_record
 from serai.worker_agent.outbox import Outbox
-from serai.worker_agent.probe_answers import ProbeAnswers
+from serai.worker_agent.presence import Presence, Work
 from serai.worker_agent.readers import Readers
 from serai.worker_agent.settings import AgentSettings
 from serai.worker_agent.watchdog import Watchdog
 
 log = structlog.get_logger()
 
-ANNOUNCE_TIMEOUT_S = 2.0
-ACKNOWLEDGED_WITHIN_S = 1.0
-REANNOUNCE_EVERY_S = 10.0
-RETURN_SPREAD_S = 1.0
-"""Agents that are back at the same moment announce themselves over so many seconds."""
 WITHDRAWAL_S = 0.25
 """After the word that we drain: how long a request that was already on its way is still taken."""
 
@@ -80,42 +70,43 @@ class WorkerAgent:
         key = settings.engine_api_key
         self._engine_headers = {"authorization": f"Bearer {key}"} if key else {}
         self._tracing = tracing
-        self._status_sequence = 0
-        self._acknowledged_version = -1
-        self._acknowledgements = ""
-        """Where registries acknowledge what `_say` says, version by version; empty until we listen there."""
-        self._acknowledged = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._spent = asyncio.Event()
-        self._spent_because = ""
-        """Why our id can be used no more."""
-        self._absence = Absence(settings.rejoin_after_s)
-        self._registry_answers = True
         self._allocation_end = allocation_end
-        self.record = first_record(settings, engine.kind, command, connection, gpus)
-        self._probes = ProbeAnswers(bus, self.record.session, self._probe_answer)
+        self.presence = Presence(
+            bus,
+            first_record(settings, engine.kind, command, connection, gpus),
+            self._work,
+            status_interval_s=settings.status_interval_s,
+            rejoin_after_s=settings.rejoin_after_s,
+        )
         self._pool: HttpPool | None = None
         self._served = ServedModel("")
         self._desk: Desk | None = None
         self._readers: Readers | None = None
         self._watchdog: Watchdog | None = None
 
+    @property
+    def record(self) -> SessionRecord:
+        return self.presence.record
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, or until the engine ends by itself. Raises ServiceFailure with the reason then."""
         async with asyncio.TaskGroup() as tasks:
             living = [
-                tasks.create_task(self._announcing()),
-                tasks.create_task(self._showing_life()),
+                tasks.create_task(self.presence.announcing()),
+                tasks.create_task(self.presence.showing_life()),
                 tasks.create_task(self._following_allocation()),
             ]
             try:
-                await self._listen()
+                self._bus.on_disconnect(self._on_disconnect)
+                await self.presence.listen()
                 if not await self._start(stop):
                     return
                 subscriptions = await self._open_desk()
                 assert self._watchdog is not None
                 living += [tasks.create_task(self._watching()), tasks.create_task(self._watchdog.watching())]
-                self._say(Lifecycle.SERVING, replace(self.record.metadata, loading_progress=None, loading_phase=""))
+                self.presence.say(
+                    Lifecycle.SERVING, replace(self.record.metadata, loading_progress=None, loading_phase="")
+                )
                 log.info("agent.serving", session=self.record.session, model=self._settings.model)
                 await self._until_over(stop)
                 await self._drain()
@@ -123,20 +114,10 @@ class WorkerAgent:
             finally:
                 for task in living:
                     task.cancel()
-                self._probes.close()
+                self.presence.close()
                 await self._leave()
 
     # -- start ---------------------------------------------------------------------------------------------------
-
-    async def _listen(self) -> None:
-        """To what concerns us before the engine serves: whether we are there, and what the registry says of us."""
-        self._bus.on_disconnect(self._on_disconnect)
-        self._bus.on_reconnect(self._on_reconnect)
-        session = self.record.session
-        acknowledgements = f"{self._bus.inbox_prefix}.announced"
-        await self._bus.subscribe(f"{acknowledgements}.*", self._on_acknowledged)
-        self._acknowledgements = acknowledgements
-        await self._bus.subscribe(PROBE.of(session), self._probes.on_probe)
 
     async def _start(self, stop: asyncio.Event) -> bool:
         """Starts the engine and waits until it serves. False when told to stop meanwhile."""
@@ -154,7 +135,7 @@ class WorkerAgent:
             )
         )
         stopping = asyncio.ensure_future(stop.wait())
-        spent = asyncio.ensure_future(self._spent.wait())
+        spent = asyncio.ensure_future(self.presence.spent.wait())
         ends: set[asyncio.Future[object]] = {serving, stopping, spent}  # type: ignore[arg-type]
         if self._process is not None:
             ends.add(self._process.exited)  # type: ignore[arg-type]
@@ -164,7 +145,7 @@ class WorkerAgent:
                 return False
             if self._process is not None and self._process.exited.done():
                 raise ServiceFailure(self._exit_story("before it served"))
-            self._refuse_spent_id()
+            self.presence.refuse_spent_id()
             self._serves(serving.result())
             return True
         except (EngineMisconfigured, TimeoutError) as error:
@@ -191,13 +172,13 @@ class WorkerAgent:
             fingerprint=fingerprint(self._engine.kind, served),
             context_tokens_max=served.context_tokens_max,
         )
-        self.record = self.record.advanced(self.record.lifecycle, metadata)
+        self.presence.note(metadata)  # It is said with SERVING.
 
     def _on_phase(self, phase: str) -> None:
         metadata = self.record.metadata
         if phase != metadata.loading_phase:
             log.info("engine.phase", phase=phase)
-            self._say(self.record.lifecycle, replace(metadata, loading_phase=phase))
+            self._change(replace(metadata, loading_phase=phase))
 
     async def _open_desk(self) -> list[Subscription]:
         assert self._pool is not None
@@ -215,7 +196,7 @@ class WorkerAgent:
             self._engine,
             self._served,
             self._engine_headers,
-            self._show_life,
+            self.presence.show_life,
             prefill_s_per_token=settings.prefill_s_per_token or None,
         )
         self._readers = Readers(self._bus, desk)
@@ -232,7 +213,7 @@ class WorkerAgent:
 
     async def _until_over(self, stop: asyncio.Event) -> None:
         stopping = asyncio.ensure_future(stop.wait())
-        spent = asyncio.ensure_future(self._spent.wait())
+        spent = asyncio.ensure_future(self.presence.spent.wait())
         ends: set[asyncio.Future[object]] = {stopping, spent}  # type: ignore[arg-type]
         if self._process is not None:
             ends.add(self._process.exited)  # type: ignore[arg-type]
@@ -241,62 +222,22 @@ class WorkerAgent:
         finally:
             stopping.cancel()
             spent.cancel()
-        self._refuse_spent_id()
+        self.presence.refuse_spent_id()
         if self._process is not None and self._process.exited.done():
-            self._say(Lifecycle.DOWN)
+            self.presence.say(Lifecycle.DOWN)
             raise ServiceFailure(self._exit_story("while it served"))
 
-    def _heed(self, data: bytes) -> None:
-        """The registry's answer: what it knows of us. When that is LEFT (after a long silence of ours), so it is: our
-        id is spent, and only a new session can serve. Nobody else's word counts, and so nobody else is listened to."""
-        try:
-            record = decode(SessionRecord, data) if data else self.record
-        except MalformedMessage:
-            return
-        if record.session == self.record.session and record.lifecycle > self.record.lifecycle:
-            log.error("agent.declared_gone", lifecycle=record.lifecycle.name)
-            self._spend("the registry says that this session has left")
-
-    def _spend(self, because: str) -> None:
-        self._spent_because = because
-        self._spent.set()
-
-    def _refuse_spent_id(self) -> None:
-        # A new id means a new session from the start; ending and being started again is the one path to it.
-        if self._spent.is_set():
-            raise ServiceFailure(f"{self._spent_because}; start again as a new session")
-
     def _on_disconnect(self) -> None:
-        self._absence.lost(time.monotonic())
         if self._desk is not None:
             # Frames may be lost with the connection, so no stream can go on after it: free the engine at once.
             self._desk.fail_all(FailureCode.BUS_LOST, "the agent lost NATS")
-
-    def _on_reconnect(self) -> None:
-        now = time.monotonic()
-        away_s = self._absence.lasted_s(now)
-        if not self._absence.over(now):
-            log.error("agent.away_too_long", away_s=round(away_s))
-            self._spend(f"NATS was out of reach for {away_s:.0f} s, and others may have closed this session meanwhile")
-            return
-        asyncio.get_running_loop().call_later(random.uniform(0, RETURN_SPREAD_S), self._return)
-
-    def _return(self) -> None:
-        self._changed.set()
-        self._show_life()
-
-    @property
-    def _silenced(self) -> bool:
-        """Whether the only word that is still ours to say is that we leave."""
-        return self.record.lifecycle is not Lifecycle.LEFT and self._absence.too_long(time.monotonic())
 
     async def _following_allocation(self) -> None:
         """Keeps in the record when our allocation ends."""
         while (end := self._allocation_end) is not None:
             if await end.ask():
                 log.info("allocation.ends", at=end.ends_at())
-                metadata = replace(self.record.metadata, allocation_ends_at=end.ends_at())
-                self._say(self.record.lifecycle, metadata)
+                self._change(replace(self.record.metadata, allocation_ends_at=end.ends_at()))
             await end.pause()
 
     async def _watching(self) -> None:
@@ -314,7 +255,7 @@ class WorkerAgent:
         assert self._desk is not None
         desk = self._desk
         left_s = self._settings.drain_s
-        self._say(self.record.lifecycle, replace(self.record.metadata, draining=Draining("stopping", left_s)))
+        self._change(replace(self.record.metadata, draining=Draining("stopping", left_s)))
         log.info("agent.draining", in_flight=desk.in_flight, at_most_s=left_s)
         await asyncio.sleep(WITHDRAWAL_S)
         desk.closed_because = (FailureCode.DRAINING, "this session is draining")
@@ -342,10 +283,7 @@ class WorkerAgent:
         if self._desk is not None:
             self._desk.fail_all(FailureCode.AGENT_LEFT, "the session ended before the answer did", retry_safe=True)
             await asyncio.sleep(0)  # Lets the outbox send.
-        if self.record.lifecycle is not Lifecycle.LEFT:
-            self.record = self.record.advanced(Lifecycle.LEFT)
-            await self._announce()
-            log.info("agent.left", session=self.record.session)
+        await self.presence.leave()
         if self._pool is not None:
             await self._pool.aclose()
         if self._process is not None:
@@ -355,116 +293,22 @@ class WorkerAgent:
 
     def relabel(self, labels: dict[str, str]) -> None:
         """Other labels from now on, for everybody."""
-        self._say(self.record.lifecycle, replace(self.record.metadata, labels=labels))
+        self._change(replace(self.record.metadata, labels=labels))
 
-    def _say(self, lifecycle: Lifecycle, metadata: SessionMetadata | None = None) -> None:
-        """Changes our record, says so at once, and wakes the announcer, who sees to it that a registry has heard."""
-        self.record = self.record.advanced(lifecycle, metadata)
-        self._changed.set()
-        if self._silenced:
-            return
-        version = self.record.version
-        reply = f"{self._acknowledgements}.{version}" if self._acknowledgements else ""
-        try:
-            self._bus.publish(SESSION.of(self.record.session), encode(self.record), reply)
-        except BusDisconnected:
-            pass  # The announcer repeats it after the reconnect.
+    def _change(self, metadata: SessionMetadata) -> None:
+        self.presence.say(self.record.lifecycle, metadata)
 
-    def _on_acknowledged(self, message: Message) -> None:
-        version = message.subject.rpartition(".")[2]
-        if version.isdigit() and not message.no_responders:
-            self._acknowledged_version = max(self._acknowledged_version, int(version))
-            self._acknowledged.set()
-            self._heed(message.data)
-
-    async def _announcing(self) -> None:
-        """Repeats our record until the registry has acknowledged this version of it, then now and then: what the
-        registry stores may be lost, and whoever starts later should hear of us."""
-        said_already = False
-        while True:
-            self._changed.clear()
-            if not (said_already and await self._is_acknowledged()):
-                await self._announce()
-            acknowledged = self._acknowledged_version == self.record.version
-            pause_s = REANNOUNCE_EVERY_S * random.uniform(0.8, 1.2) if acknowledged else 1.0
-            said_version = self.record.version
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-            # Woken without a new version means: we are back after an absence, and nobody has heard us meanwhile.
-            said_already = self.record.version != said_version
-
-    async def _is_acknowledged(self) -> bool:
-        """Whether the registry acknowledges within a moment what has just been said."""
-        if not self._acknowledgements:
-            return False
-        try:
-            async with asyncio.timeout(ACKNOWLEDGED_WITHIN_S):
-                while self._acknowledged_version != self.record.version:
-                    self._acknowledged.clear()
-                    await self._acknowledged.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def _announce(self) -> None:
-        record = self.record
-        if self._silenced:
-            return
-        try:
-            answer = await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
-            self._heed(answer.data)
-            self._acknowledged_version = max(self._acknowledged_version, record.version)
-            self._registry_answers = True
-        except BusError as error:
-            if self._registry_answers:
-                log.warning("agent.not_acknowledged", error=str(error), effect="repeated until a registry answers")
-            self._registry_answers = False
-
-    async def _showing_life(self) -> None:
-        while True:
-            self._show_life()
-            await asyncio.sleep(self._settings.status_interval_s * random.uniform(0.9, 1.1))
-
-    def _show_life(self) -> None:
-        if self._silenced:
-            return
-        self._status_sequence += 1
-        desk = self._desk
-        status = SessionStatus(
-            session=self.record.session,
-            sequence=self._status_sequence,
-            lifecycle=self.record.lifecycle,
-            version=self.record.version,
-            interval_s=self._settings.status_interval_s,
+    def _work(self) -> Work:
+        desk, watchdog, end = self._desk, self._watchdog, self._allocation_end
+        remaining_s = end.remaining_s() if end else None
+        return Work(
             in_flight=desk.in_flight if desk else 0,
             requests_total=desk.requests_total if desk else 0,
             output_bytes_total=desk.output_bytes_total if desk else 0,
-            stalled_s=self._stalled_s,
-            allocation_remaining_s=self._allocation_remaining_s,
+            # Tenths are enough for anybody, and every digit is sent every second.
+            stalled_s=round(watchdog.stalled_s, 1) if watchdog else 0.0,
+            allocation_remaining_s=None if remaining_s is None else round(remaining_s),
         )
-        try:
-            self._bus.publish(STATUS.of(status.session), encode(status))
-        except BusDisconnected:
-            pass  # Silence is what a disconnected agent should be.
-
-    def _probe_answer(self) -> ProbeAnswer:
-        record = self.record
-        return ProbeAnswer(
-            record.session, lifecycle=record.lifecycle, version=record.version, stalled_s=self._stalled_s
-        )
-
-    @property
-    def _stalled_s(self) -> float:
-        # Tenths are enough for anybody, and every digit is sent every second.
-        return round(self._watchdog.stalled_s, 1) if self._watchdog else 0.0
-
-    @property
-    def _allocation_remaining_s(self) -> float | None:
-        remaining_s = self._allocation_end.remaining_s() if self._allocation_end else None
-        return None if remaining_s is None else round(remaining_s)
 
     # -- words for people ----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Thousands of agents that are only known, not used: for what the control plane costs and how fast it converges.
 
-A `LightAgent` is a real `WorkerAgent` of which only two loops run: the one that announces its record until a registry
-acknowledges it, and the one that shows life. So records, versions, repetition, and status are the real code. It
+A `LightAgent` is a real `WorkerAgent` of which only its presence lives: what announces its record until a registry
+acknowledges it, shows life and answers probes. So records, versions, repetition, and status are the real code. It
 leaves out: the engine and its start, the desk (it takes no requests), the HTTP client, and draining.
 """
 
@@ -11,10 +11,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from serai.contracts.codec import MalformedMessage, decode
 from serai.contracts.session_record import Lifecycle, SessionRecord
-from serai.contracts.subjects import SESSION
-from serai.runtime.bus import Message
 from serai.runtime.telemetry import Tracing
 from serai.simulator.whole.simulated_bus import SimulatedBus, SimulatedNats
 from serai.worker_agent.engine.kinds import ENGINES
@@ -28,7 +25,6 @@ class LightAgent:
     def __init__(self, bus: SimulatedBus, agent: WorkerAgent) -> None:
         self.bus = bus
         self.agent = agent
-        self.declared_gone = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -55,12 +51,17 @@ class LightAgent:
         )
         agent = WorkerAgent(settings, ENGINES["emulated"], [], bus, Tracing("worker-agent", None, 0.0))
         light = cls(bus, agent)
-        await bus.subscribe(SESSION.of(agent.record.session), light._on_session)
-        bus.on_reconnect(agent._changed.set)
-        agent._say(Lifecycle.SERVING, replace(agent.record.metadata, loading_phase=""))
+        presence = agent.presence
+        await presence.listen()
+        presence.say(Lifecycle.SERVING, replace(agent.record.metadata, loading_phase=""))
         loop = asyncio.get_running_loop()
-        light._tasks = [loop.create_task(agent._announcing()), loop.create_task(agent._showing_life())]
+        light._tasks = [loop.create_task(presence.announcing()), loop.create_task(presence.showing_life())]
         return light
+
+    @property
+    def declared_gone(self) -> bool:
+        """Whether its id is spent: its registry says that it left, or it was away for too long."""
+        return self.agent.presence.spent.is_set()
 
     @property
     def record(self) -> SessionRecord:
@@ -70,8 +71,8 @@ class LightAgent:
         """Says LEFT, as an agent that was asked to stop, and is gone."""
         self._end_loops()
         with suppress(ValueError):
-            self.agent._say(Lifecycle.LEFT)
-        await self.agent._announce()
+            self.agent.presence.say(Lifecycle.LEFT)
+        await self.agent.presence.announce()
         await self.bus.aclose()
 
     def kill(self) -> None:
@@ -83,14 +84,6 @@ class LightAgent:
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-
-    def _on_session(self, message: Message) -> None:
-        try:
-            record = decode(SessionRecord, message.data)
-        except MalformedMessage:
-            return
-        if record.session == self.record.session and record.lifecycle > self.record.lifecycle:
-            self.declared_gone = True
 
 
 async def join_fleet(nats: SimulatedNats, count: int, *, over_s: float = 1.0, first: int = 0) -> list[LightAgent]:
