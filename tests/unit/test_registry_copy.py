@@ -241,8 +241,9 @@ def test_equal_copies_ask_nothing_and_a_lasting_difference_is_fetched_by_bucket(
     synced(stage)
     stage.registry.replica.merge(record("missed", site="far"), stage.clock.now_s)
     stage.registry.beat(stage.copy, 1)
+    stage.clock.advance(0.3)
     assert stage.repair() == []  # It may be on its way still.
-    stage.clock.advance(0.6)
+    stage.clock.advance(0.3)
     assert stage.repair() == ["digest far", "snapshot far 1"]
     assert stage.copy.replica.records() == stage.registry.replica.records()
     stage.clock.advance(0.6)
@@ -256,6 +257,20 @@ def test_a_message_that_was_only_late_is_not_asked_for(stage: Stage) -> None:
     stage.clock.advance(0.3)
     stage.hear(record("late"))
     stage.clock.advance(0.3)
+    assert stage.repair() == []
+
+
+def test_under_constant_change_each_difference_is_given_its_time(stage: Stage) -> None:
+    synced(stage)
+    for number in range(5):
+        one = record("busy", version=number + 1)
+        stage.registry.replica.merge(one, stage.clock.now_s)
+        stage.registry.beat(stage.copy, number * 2 + 1)
+        stage.clock.advance(0.2)
+        stage.hear(one)
+        stage.registry.beat(stage.copy, number * 2 + 2)
+    stage.registry.replica.merge(record("busy", version=9), stage.clock.now_s)
+    stage.registry.beat(stage.copy, 11)
     assert stage.repair() == []
 
 
@@ -320,6 +335,31 @@ def test_without_beats_the_registry_is_asked_now_and_then(stage: Stage) -> None:
     stage.clock.advance(11)
     assert stage.repair() == ["digest far", "digest local"]
     assert stage.repair() == []
+
+
+def test_a_registry_that_does_not_answer_is_asked_once_a_second_and_at_once_when_it_speaks(stage: Stage) -> None:
+    synced(stage)
+    for site in ("local", "far"):
+        stage.registry.replica.merge(record("missed", site=site), stage.clock.now_s)
+    stage.registry.beat(stage.copy, 1)
+    stage.clock.advance(0.6)
+    asked = 0
+
+    def silent_once_more(_: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        raise RequestTimeout("no answer in time")
+
+    stage.bus.answers[DIGEST.of_site("local")] = silent_once_more
+    for _ in range(12):
+        stage.clock.advance(0.25)
+        stage.repair()
+    assert asked == 3
+    stage.bus.answers[DIGEST.of_site("local")] = stage.registry.digest
+    assert stage.repair() == []
+    stage.registry.beat(stage.copy, 1)
+    assert stage.repair() == ["digest far", "snapshot far 1", "digest local", "snapshot local 1"]
+    assert stage.copy.problem == ""
 
 
 def test_a_digest_of_the_wrong_size_changes_nothing(stage: Stage) -> None:

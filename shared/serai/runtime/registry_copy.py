@@ -55,6 +55,8 @@ REPAIR_PAUSE_S = 0.05
 """Many signs of something missed come together; one repair is for all of them."""
 SNAPSHOT_TIMEOUT_S = 2.0
 SNAPSHOT_AGAIN_S = 1.0
+NO_ANSWER_PAUSE_S = 1.0
+"""A registry that did not answer is left alone for so long, unless it speaks."""
 PROBE_TIMEOUT_S = 0.5
 OPINION_TIMEOUT_S = 0.75
 """Longer than a probe: the registry may probe the session itself before it answers."""
@@ -93,6 +95,7 @@ class RegistryCopy:
         self._wanted: dict[str, None] = {}
         """Sites of which a record was missed, by the word of the session itself."""
         self._all_wanted = False
+        self._quiet_until_s = 0.0
         self._deaf_since_s: float | None = None
         self.problem = ""
         """Why the registry did not answer when last asked; empty = it did."""
@@ -164,6 +167,7 @@ class RegistryCopy:
             self._refusals.note(BAD_FIELD, f"interval_s: {beat.interval_s}", message.subject)
         else:
             self.comparison.hear(beat, self._root_of, self.replica.sites, time.monotonic())
+            self._quiet_until_s = 0.0  # It is there.
             if not self.synced:
                 self._ask_again_at_s = self._started_s
             if not self.synced or self.comparison.distrusted:
@@ -208,6 +212,7 @@ class RegistryCopy:
 
     def _compare_all(self) -> None:
         self._ask_again_at_s = time.monotonic()
+        self._quiet_until_s = 0.0
         self._all_wanted = True
         self.comparison.distrust()
         self._wake.set()
@@ -236,9 +241,12 @@ class RegistryCopy:
         """One turn: a whole snapshot while there was none, then the buckets that differ. Without a registry the copy
         stays as it is."""
         now = time.monotonic()
+        if now < self._quiet_until_s:
+            return
         if self.synced:
             for site in self._due(now):
-                await self._repair_site(site)
+                if not await self._repair_site(site):
+                    return  # Whoever is silent about one site is silent about all.
         elif now >= self._ask_again_at_s:
             self._ask_again_at_s = now + SNAPSHOT_AGAIN_S
             await self.snapshot()
@@ -266,7 +274,8 @@ class RegistryCopy:
         self.synced = True
         self.on_change()
 
-    async def _repair_site(self, site: str) -> None:
+    async def _repair_site(self, site: str) -> bool:
+        """Fetches what differs; False when the registry does not answer."""
         REPAIRS.inc()
         try:
             answer = await self._request(DIGEST, DigestRequest(site), DigestAnswer, SNAPSHOT_TIMEOUT_S)
@@ -279,10 +288,11 @@ class RegistryCopy:
                 log.info("registry_copy.repaired", site=site, buckets=len(differing))
         except (BusError, TimeoutError, MalformedMessage) as error:
             self._no_answer(error)
-            return
+            return False
         self._answered()
         self.comparison.asked(site, self._root_of, time.monotonic())
         self.on_change()
+        return True
 
     async def _fetch(self, site: str, buckets: list[int]) -> None:
         """Merges the registry's records of `site` (empty: all) in `buckets` (empty: all), and drops those it would
@@ -338,11 +348,13 @@ class RegistryCopy:
             effect = "routing goes on from this copy and from what sessions say themselves"
             log.warning("registry_copy.no_answer", error=text, effect=effect)
         self.problem = text
+        self._quiet_until_s = time.monotonic() + NO_ANSWER_PAUSE_S
 
     def _answered(self) -> None:
         if self.problem:
             log.info("registry_copy.answered_again")
         self.problem = ""
+        self._quiet_until_s = 0.0
 
     def _root_of(self, site: str) -> int:
         return self.replica.digest(site).root

@@ -161,7 +161,7 @@ class RegistryReplica:
         if before is not None and status.sequence <= before.sequence:
             return False
         self._heard(status.session, sighting, now)
-        if sighting.unreachable or before is None or (before.stalled_s > 0) != (status.stalled_s > 0):
+        if before is None or (before.stalled_s > 0) != (status.stalled_s > 0):
             self._opinion_changed(status.session)
         sighting.status = status
         sighting.unreachable = False
