@@ -416,6 +416,53 @@ def silent_for(stage: Stage, seconds: float) -> None:
     assert stage.copy.replica.doubtful(stage.clock.now_s) == [sid("x")]
 
 
+def look_for(stage: Stage, seconds: float) -> list[str]:
+    """Looks four times a second; who was asked after."""
+    asked = []
+    for _ in range(round(seconds / registry_copy.LOOK_EVERY_S)):
+        stage.clock.advance(registry_copy.LOOK_EVERY_S)
+        asked += stage.copy.look(stage.clock.now_s)
+    return asked
+
+
+def test_a_silent_session_is_asked_after_once_and_in_time(stage: Stage) -> None:
+    stage.hear(record())
+    assert look_for(stage, 2.25) == []
+    assert look_for(stage, 0.25) == [sid("x")]
+    assert stage.routable == [sid("x")]
+    assert look_for(stage, 1.0) == []
+    assert stage.routable == []  # 3.5 s after its last word.
+
+
+def test_time_in_which_this_process_was_held_up_is_nobodys_silence(stage: Stage) -> None:
+    stage.hear(record())
+    look_for(stage, 1)
+    stage.clock.advance(20)
+    with capture_logs() as logs:
+        assert stage.copy.look(stage.clock.now_s) == []
+    assert [entry["event"] for entry in logs] == ["registry_copy.held_up"]
+    assert stage.routable == [sid("x")]
+    assert look_for(stage, 3) == [sid("x")]
+
+
+def test_nobody_is_judged_while_there_is_no_connection(stage: Stage) -> None:
+    stage.hear(record())
+    stage.bus.connected = False
+    assert look_for(stage, 10) == []
+
+
+def test_those_that_left_are_forgotten_after_a_day_and_nobody_else_is(stage: Stage) -> None:
+    stage.hear(record("left", Lifecycle.LEFT))
+    stage.hear(record("silent"))
+    known = []
+    for passed_s in (registry_copy.LEFT_RETENTION_S - 30, 61):
+        stage.clock.advance(passed_s)
+        stage.copy._looked_at_s = stage.clock.now_s  # All that time was watched.
+        stage.copy.look(stage.clock.now_s)
+        known.append(sorted(stage.copy.replica.sessions))
+    assert known == [[sid("left"), sid("silent")], [sid("silent")]]
+
+
 def test_an_answer_on_either_other_path_is_a_sign_of_life(stage: Stage) -> None:
     silent_for(stage, 3)
     stage.bus.answers[PROBE.of(sid("x"))] = lambda _: encode(ProbeAnswer(sid("x")))

@@ -92,6 +92,7 @@ class RegistryCopy:
         self._snapshot_at_s: float | None = None
         self._ask_again_at_s = self._started_s
         self._tidied_at_s = self._started_s
+        self._looked_at_s = self._started_s
         self._wanted: dict[str, None] = {}
         """Sites of which a record was missed, by the word of the session itself."""
         self._all_wanted = False
@@ -362,23 +363,26 @@ class RegistryCopy:
     # -- looking -------------------------------------------------------------------------------------------------
 
     async def _looking(self, tasks: asyncio.TaskGroup) -> None:
-        looked_at_s = time.monotonic()
+        self._looked_at_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            now = time.monotonic()
-            late_s = now - looked_at_s - LOOK_EVERY_S
-            looked_at_s = now
-            self._show_age(now)
-            if not self._bus.connected:
-                continue  # Whoever hears nothing at all knows nothing of who is silent.
-            if late_s > LATE_S:
-                log.warning("registry_copy.held_up", seconds=round(late_s, 1))
-                self.replica.excuse(late_s, now)
-            for session in self.replica.doubtful(now):
+            for session in self.look(time.monotonic()):
                 tasks.create_task(self.ask_after(session))
-            if now - self._tidied_at_s > TIDY_EVERY_S:
-                self._tidied_at_s = now
-                self._tidy(now)
+
+    def look(self, now: float) -> list[str]:
+        """One look at everybody's silence; who is to be asked after."""
+        late_s = now - self._looked_at_s - LOOK_EVERY_S
+        self._looked_at_s = now
+        self._show_age(now)
+        if not self._bus.connected:
+            return []  # Whoever hears nothing at all knows nothing of who is silent.
+        if late_s > LATE_S:
+            log.warning("registry_copy.held_up", seconds=round(late_s, 1))
+            self.replica.excuse(late_s, now)
+        if now - self._tidied_at_s > TIDY_EVERY_S:
+            self._tidied_at_s = now
+            self._tidy(now)
+        return self.replica.doubtful(now)
 
     def _show_age(self, now: float) -> None:
         age_s = self.knowledge_age_s(now)
