@@ -146,11 +146,13 @@ def disaggregated_system(
     *,
     engine: EnginePreset | None = None,
     overheads: Overheads | None = None,
+    policy: str = "least-loaded",
     kv_tokens: int | None = None,
     gpus: int = 1,
 ) -> System:
     """`prefill` and `decode` engines. `distserve` spreads both over every node and sends KV only within a node, so the
-    ratio must be the same in each; `mooncake` fills nodes with prefill instances first and sends KV anywhere.
+    ratio must be the same in each; `mooncake` fills nodes with prefill instances first and sends KV anywhere. The
+    ingress's `policy` chooses on both sides.
 
     Raises ValueError when a node of `distserve` would have only one kind.
     """
@@ -164,7 +166,8 @@ def disaggregated_system(
         ]
         for instance in of_role[Role.PREFILL]
     }
-    return System(f"{name} {prefill}:{decode}", specs, lambda: Disaggregated(of_role[Role.PREFILL], peers))
+    make_policy = routing_policy(policy)
+    return System(f"{name} {prefill}:{decode}", specs, lambda: Disaggregated(of_role[Role.PREFILL], peers, make_policy))
 
 
 def ratios(instances: int, instances_per_node: int, name: str) -> list[tuple[int, int]]:
