@@ -7,6 +7,7 @@ import itertools
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -14,7 +15,9 @@ from opentelemetry.trace import Span, SpanKind
 
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
-from serai.ingress import metrics, retry
+from serai.ingress import continuation, metrics, retry
+from serai.ingress.continuation import Continuing, Transcript, Unsound
+from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, HttpRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
 from serai.ingress.openai_format import (
@@ -27,7 +30,7 @@ from serai.ingress.openai_format import (
     unknown_model,
     with_model,
 )
-from serai.ingress.routing import Candidate, Policy, untried
+from serai.ingress.routing import Ask, Candidate, Policy, untried
 from serai.ingress.settings import IngressSettings
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -84,6 +87,7 @@ class Calls:
         self._tracing = tracing
         self._request_id_prefix = secrets.token_hex(8)
         self._request_numbers = itertools.count(1)
+        self._continuing = Continuing(settings.continuing)
         self._relayed: dict[int, HttpRequest] = {}
 
     async def answer(self, request: HttpRequest) -> None:
@@ -137,6 +141,9 @@ class Calls:
         records = untried(self._replica.routable(call.model, now), call.tried)
         if not records:
             raise self._nobody(call.model, now)
+        return self._choose(call, records)
+
+    def _choose(self, call: Call, records: Sequence[SessionRecord]) -> SessionRecord:
         if len(records) == 1:
             return records[0]
         candidates = [
@@ -144,7 +151,7 @@ class Calls:
             for record in records
             for status in (self._replica.status(record.session),)
         ]
-        return self._policy.pick(call.model, candidates).record
+        return self._policy.pick(Ask(call.model, request_id=call.request_id), candidates).record
 
     def _nobody(self, model: str, now: float) -> ApiError:
         if not self._bus.connected:
@@ -166,15 +173,15 @@ class Calls:
             record = self._pick(call)
             call.tried.append(record)
             tries = len(call.tried)
-            stream = self._send(call, record, tries)
+            stream = self._send(call, record, call.body)
             self._policy.on_request_start(record.session)
             try:
                 async with stream:
                     head = await stream.head()
                     verdict = retry.after_status(head.status, tries)
                     if not (verdict.again and self._others(call)):
-                        await self._relay(request, call, stream, head)
-                        return head.status
+                        broken = await self._relay(request, call, stream, head)
+                        break
             except StreamFailed as failed:
                 metrics.FAILURES.labels(call.model, failed.failure.code).inc()
                 verdict = retry.after_failure(failed.failure, tries)
@@ -184,10 +191,13 @@ class Calls:
                 self._policy.on_request_end(record.session, whole=stream.end is not None)
             metrics.RETRIES.labels(call.model).inc()
             log.info("inference.retry", request_id=call.request_id, session=record.session, reason=verdict.reason)
+        if broken is not None:
+            await self._go_on(call, broken)
+        return head.status
 
-    def _send(self, call: Call, record: SessionRecord, tries: int) -> InferenceStream:
+    def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
         """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
-        body = with_model(call.body, call.model, record.metadata.engine_model)
+        body = with_model(body, call.model, record.metadata.engine_model)
         inference = InferenceRequest(
             request_id=call.request_id,
             path=call.path,
@@ -199,22 +209,24 @@ class Calls:
             stream=call.stream,
             traceparent=call.traceparent,
         )
-        return self._client.stream(record.session, tries, inference, body)
+        return self._client.stream(record.session, len(call.tried), inference, body)
 
     # -- relay ---------------------------------------------------------------------------------------------------
 
-    async def _relay(self, request: HttpRequest, call: Call, stream: InferenceStream, head: ResponseHead) -> None:
-        """Hop 7: the answer goes to the client, as a stream of events or in one piece."""
+    async def _relay(
+        self, request: HttpRequest, call: Call, stream: InferenceStream, head: ResponseHead
+    ) -> Broken | None:
+        """Hop 7: the answer goes to the client, as a stream of events or in one piece. What broke off, if it did."""
         headers = head.headers
         headers["x-request-id"] = call.request_id
         headers["x-serai-session"] = stream.session
         if head.status == 200 and headers.get("content-type", "").startswith("text/event-stream"):
-            await self._relay_events(request, call, stream, headers | _STREAM_HEADERS)
-            return
+            return await self._relay_events(request, call, stream, headers | _STREAM_HEADERS)
         body = await self._whole(stream)
         call.first_byte_s = time.monotonic()
         self._count_tokens(call, read_usage(body[-_TAIL_BYTES:]))
         request.respond(head.status, headers, body)
+        return None
 
     async def _whole(self, stream: InferenceStream) -> bytes:
         """An answer that is no stream is collected: until its end is known, an error can still be told."""
@@ -230,47 +242,137 @@ class Calls:
 
     async def _relay_events(
         self, request: HttpRequest, call: Call, stream: InferenceStream, headers: dict[str, str]
-    ) -> None:
-        """Events pass as they came. If they break off, the client is told: never a clean end that is not one."""
+    ) -> Broken | None:
+        """Events pass as they came."""
         relay = SseRelay()
         first = relay.feed(stream.data_now())
-        answer = request.start(200, headers, first)
-        self._relayed[stream.id] = request
+        out = request.start(200, headers, first)
+        keep = continuation.is_worth_keeping(self._continuing, call.tried[-1], call.path, call.body)
+        answer = EventAnswer(request, out, relay, Transcript() if keep else None)
         if first:
             call.first_byte_s = time.monotonic()
+            answer.sent(first)
+        return await self._pass_events(call, stream, answer)
+
+    async def _pass_events(self, call: Call, stream: InferenceStream, answer: EventAnswer) -> Broken | None:
+        """All that a session says of an answer, and the answer's end if that is whole; otherwise how it broke off."""
+        self._relayed[stream.id] = answer.request
+        error, survivable = _unfinished(), True
+        try:
+            await self._pump(call, stream, answer)
+        except StreamFailed as failed:
+            code = failed.failure.code
+            error, survivable = failure_error(failed.failure), continuation.is_survivable(code)
+        except (asyncio.CancelledError, ClientGone):
+            self._count_tokens(call, answer.usage())
+            raise
+        finally:
+            self._relayed.pop(stream.id, None)
+        # What breaks off after the engine has said that it is done has lost nothing.
+        rest = answer.passed(answer.relay.rest()) if answer.relay.done else b""
+        if answer.relay.done and not answer.contradicted:
+            self._count_tokens(call, answer.usage())
+            answer.out.end(rest)
+            return None
+        metrics.FAILURES.labels(call.model, error.code or "").inc()
+        return Broken(answer, error, survivable)
+
+    async def _pump(self, call: Call, stream: InferenceStream, answer: EventAnswer) -> None:
+        """Until the session has said all it says. Raises StreamFailed."""
+        take, out = answer.take, answer.out
 
         def pass_on(data: bytes) -> bool:
             """Once per token, in the bus's callback; False: the client is slow, or gone."""
             try:
-                return answer.send(relay.feed(data))
+                return out.send(take(data)) and not answer.contradicted
             except ClientGone:
                 return False
 
-        problem: ApiError | None = None
+        while (data := await stream.data(pass_on if call.first_byte_s else None)) is not None:
+            passed = take(data)
+            out.send(passed)
+            if passed and not call.first_byte_s:
+                call.first_byte_s = time.monotonic()
+            stream.blocked_since_s = time.monotonic()
+            await out.room()
+            stream.blocked_since_s = None
+            if answer.contradicted:
+                return
+
+    # -- go on after a break -------------------------------------------------------------------------------------
+
+    async def _go_on(self, call: Call, broken: Broken) -> None:
+        """The answer goes on at another session, or its client is told that it does not: never a clean end that is
+        not one."""
+        outcome = ""
+        for _ in range(continuation.CONTINUATIONS_MAX):
+            if not broken.survivable or broken.answer.said is None:
+                break
+            plan = self._plan(call, broken.answer.said)
+            record = self._successor(call)
+            if plan is None or record is None:
+                outcome = outcome or ("unsound" if plan is None else "nobody")
+                break
+            again = await self._continue(call, broken, record, plan)
+            if again is None:
+                metrics.CONTINUATIONS.labels(call.model, "resumed").inc()
+                return
+            outcome = "lost"
+            if again.answer.contradicted:
+                outcome = "mismatch"
+                break
+            broken = again
+        if outcome:
+            metrics.CONTINUATIONS.labels(call.model, outcome).inc()
+        self._end_broken(call, broken)
+
+    def _plan(self, call: Call, said: Transcript) -> continuation.Plan | None:
+        engine = call.tried[-1].metadata.engine
         try:
-            while (data := await stream.data(pass_on if call.first_byte_s else None)) is not None:
-                passed = relay.feed(data)
-                answer.send(passed)
-                if passed and not call.first_byte_s:
-                    call.first_byte_s = time.monotonic()
-                stream.blocked_since_s = time.monotonic()
-                await answer.room()
-                stream.blocked_since_s = None
-            if not relay.done:
-                problem = _unfinished()
+            return continuation.plan(self._continuing, engine, call.path, call.body, said)
+        except Unsound as reason:
+            log.info("inference.not_continued", request_id=call.request_id, reason=str(reason))
+            return None
+
+    def _successor(self, call: Call) -> SessionRecord | None:
+        """A session not tried yet that would have said the same, while there is time left."""
+        now = time.monotonic()
+        if now >= call.started_s + self._settings.request_timeout_s:
+            return None
+        likes = [r for r in self._replica.routable(call.model, now) if continuation.can_replace(r, call.tried[0])]
+        records = untried(likes, call.tried)
+        return self._choose(call, records) if records else None
+
+    async def _continue(
+        self, call: Call, broken: Broken, record: SessionRecord, plan: continuation.Plan
+    ) -> Broken | None:
+        """One session's part of an answer that others began. None when the answer is whole now."""
+        answer = broken.answer
+        call.tried.append(record)
+        log.info("inference.continued", request_id=call.request_id, session=record.session, after=broken.error.code)
+        stream = self._send(call, record, plan.body)
+        self._policy.on_request_start(record.session)
+        try:
+            async with stream:
+                head = await stream.head()
+                if head.status != 200 or not head.headers.get("content-type", "").startswith("text/event-stream"):
+                    return Broken(answer, broken.error, survivable=True)
+                answer.out.send(b": serai continued on %s\n\n" % record.session.encode())
+                answer.relay, answer.splice = SseRelay(), plan.splice
+                return await self._pass_events(call, stream, answer)
         except StreamFailed as failed:
-            # What breaks off after the engine has said that it is done has lost nothing.
-            problem = None if relay.done else failure_error(failed.failure)
+            metrics.FAILURES.labels(call.model, failed.failure.code).inc()
+            return Broken(answer, broken.error, continuation.is_survivable(failed.failure.code))
         finally:
-            self._relayed.pop(stream.id, None)
-            self._count_tokens(call, relay.usage())
-        if problem is None:
-            answer.end(relay.rest())
-            return
-        code = problem.code or ""
+            self._policy.on_request_end(record.session, whole=stream.end is not None)
+
+    def _end_broken(self, call: Call, broken: Broken) -> None:
+        """One error event, then the end marker; before it the usage so far, if the engine told it."""
+        code, answer = broken.error.code or "", broken.answer
         metrics.BROKEN_STREAMS.labels(call.model, code).inc()
-        log.warning("inference.broken_stream", request_id=call.request_id, session=stream.session, code=code)
-        answer.end(problem.event() + DONE)
+        log.warning("inference.broken_stream", request_id=call.request_id, session=call.tried[-1].session, code=code)
+        self._count_tokens(call, answer.usage())
+        answer.out.end(continuation.usage_so_far(answer.last) + broken.error.event() + DONE)
 
     # -- account -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from serai.contracts.session_record import Lifecycle, SessionMetadata, SessionRecord
-from serai.ingress.routing import POLICIES, Candidate, Policy
+from serai.ingress.routing import POLICIES, Ask, Candidate, Policy
 from serai.simulator.fast.dispatch import Arrived, Effect, Ended, Event, Request, Send, StepEnded
 
 
@@ -109,7 +109,7 @@ class _Router:
         return found
 
     def _send(self, request: Request, candidates: Sequence[Candidate]) -> Send:
-        chosen = self._policy.pick(request.model, candidates)
+        chosen = self._policy.pick(Ask(request.model), candidates)
         instance = _instance(chosen.record)
         self._policy.on_request_start(chosen.record.session)
         self._count(self._places[instance], 1)
