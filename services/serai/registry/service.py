@@ -143,7 +143,7 @@ class Registry:
             self.federation.comparing(),
             self.probing.run(),
             self._looking(),
-            *[self._giving_opinions() for _ in range(OPINIONS_AT_ONCE)],
+            self._giving_opinions(),
         ]
         if self._watch_disconnects is not None:
             work.append(self._watch_disconnects(self.on_connection_closed))
@@ -201,7 +201,7 @@ class Registry:
             self._send(message.reply, encode(self.federation.page(request)))
 
     def on_opinion(self, message: Message) -> None:
-        """Whether we can reach a session; found out by one of a few tasks, so that a crowd of questions waits."""
+        """Whether we can reach a session; found out by a few tasks at a time, so that a crowd of questions waits."""
         request = self._read(OpinionRequest, message)
         if request is None:
             return
@@ -379,9 +379,19 @@ class Registry:
     # -- in the background ---------------------------------------------------------------------------------------
 
     async def _giving_opinions(self) -> None:
-        while True:
-            session, reply = await self._opinions.get()
-            self._send(reply, encode(await self.probing.opinion(session)))
+        places = asyncio.Semaphore(OPINIONS_AT_ONCE)
+
+        async def give(session: str, reply: str) -> None:
+            try:
+                self._send(reply, encode(await self.probing.opinion(session)))
+            finally:
+                places.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                session, reply = await self._opinions.get()
+                await places.acquire()
+                tasks.create_task(give(session, reply))
 
     async def _looking(self) -> None:
         shown_at_s = self._looked_at_s = time.monotonic()
