@@ -256,6 +256,9 @@ def _variants(part: Fields, shape: _Shape) -> list[Variant]:
     preset = _preset(part, engine_preset(name))
     overheads = _overheads(part) if part.has("overheads") else shape.overheads
     gpus = shape.model.parallelism.gpus
+    policy = "least-loaded" if name in DISAGGREGATED else "round-robin"
+    if part.has("policy"):
+        policy = part.choice("policy", list(POLICIES))
     try:
         if name in DISAGGREGATED:
             chosen = _ratios(part, name, shape)
@@ -270,13 +273,13 @@ def _variants(part: Fields, shape: _Shape) -> list[Variant]:
                         shape.per_node,
                         engine=preset,
                         overheads=overheads,
+                        policy=policy,
                         kv_tokens=shape.kv_tokens,
                         gpus=gpus,
                     ),
                 )
                 for prefill, decode in chosen
             ]
-        policy = part.choice("policy", list(POLICIES)) if part.has("policy") else "round-robin"
         limit = _at_least(part, "queue_limit", 1, part.whole("queue_limit")) if part.has("queue_limit") else None
         system = whole_system(
             name,
