@@ -221,14 +221,18 @@ class Transcript:
             if len(self._blocks) > _RAW_BYTES_MAX // 64:
                 self._blocks = ["".join(self._blocks)]
 
-    def partial_usage(self) -> bytes:
-        """An event with the usage so far, for a stream that ends broken; nothing unless the engine kept telling it
-        (`continuous_usage_stats`): a guess would be taken for a count."""
-        self.read()
-        if self.usage is None or self.head is None or self.finished:
-            return b""
-        fields = {"id": self.head.id, "created": self.head.created, "model": self.head.model}
-        return _event({**fields, "choices": [], "usage": self.usage})
+
+def usage_so_far(events: bytes) -> bytes:
+    """An event with the usage until now, for a stream that ends broken behind `events`. Nothing unless its engine kept
+    telling it (`continuous_usage_stats`): a guess would be taken for a count."""
+    data = next((data for block in reversed(_blocks(events)) if (data := _data_of(block))), None)
+    try:
+        event = orjson.loads(data or b"null")
+    except orjson.JSONDecodeError:
+        return b""
+    if not isinstance(event, dict) or not isinstance(event.get("usage"), dict) or not event.get("choices"):
+        return b""
+    return _event(event | {"choices": []})
 
 
 def _text_of(choice: Mapping[str, Any]) -> tuple[str, Sequence[str]]:

@@ -1,0 +1,62 @@
+"""An answer of events on its way to its client, and what is known when it breaks off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serai.ingress.continuation import Splice, Transcript
+from serai.ingress.http_server import HttpRequest, HttpStream
+from serai.ingress.openai_format import ApiError, SseRelay
+
+
+@dataclass(slots=True)
+class EventAnswer:
+    """A stream of events to one client, from one session or, one after the other, from several."""
+
+    request: HttpRequest
+    out: HttpStream
+    relay: SseRelay
+    """Of the session that speaks now."""
+    said: Transcript | None
+    """A copy of what went out; None when it would be of no use."""
+    splice: Splice | None = None
+    """Makes events of a session that continues fit behind those of the first, which pass as they came."""
+    last: bytes = b""
+    """What went out last."""
+
+    def take(self, data: bytes) -> bytes:
+        """Once per token: what may go to the client of what came."""
+        return self.passed(self.relay.feed(data))
+
+    def passed(self, events: bytes) -> bytes:
+        """Whole events as they go out."""
+        if self.splice is not None:
+            events = self.splice.edit(events)
+        if events:
+            self.sent(events)
+        return events
+
+    def sent(self, events: bytes) -> None:
+        """Notes what goes out."""
+        self.last = events
+        if self.said is not None:
+            self.said.add(events)
+
+    @property
+    def contradicted(self) -> bool:
+        """The session that continues does not say what the client has already."""
+        return self.splice is not None and self.splice.mismatch
+
+    def usage(self) -> dict[str, object] | None:
+        """The last `usage` that was told, of the whole answer."""
+        return self.relay.usage() if self.splice is None else self.splice.usage
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A stream of events that broke off, and what its client is told if it cannot go on."""
+
+    answer: EventAnswer
+    error: ApiError
+    survivable: bool
+    """Another session may well do better."""
