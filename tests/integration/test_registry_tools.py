@@ -36,7 +36,7 @@ def test_looking_explaining_and_ending(small_system: System) -> None:
 
     health = tool(small_system, "health", "--models-min", "2")
     assert health.returncode == 0, health.stderr
-    assert "2 models serve, 2 of 2 sessions" in health.stdout
+    assert "models served: 2; sessions serving: 2 of 2" in health.stdout
     assert tool(small_system, "health", "--models-min", "3").returncode == 1
 
     rows = said(small_system, "registry", "ls")["sessions"]

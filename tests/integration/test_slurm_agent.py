@@ -123,7 +123,7 @@ def test_a_cancelled_job_leaves_and_ends_its_streams_honestly(
     assert finish_reasons(data) == []
     small_system.wait_for_sessions(0, timeout_s=5)
     with small_system.client() as client:
-        assert client.get("/v1/models").json()["data"] == []
+        wait_for(lambda: client.get("/v1/models").json()["data"] == [], "it is not listed", 5)
     wait_for(lambda: "agent ended with exit code" in cluster.output(job), "the batch script sees the agent's end")
     assert "agent.left" in cluster.output(job)
     wait_for(lambda: cluster.job(job).over, "the job ends")

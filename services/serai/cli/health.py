@@ -7,7 +7,7 @@ import time
 
 import orjson
 
-from serai.cli.registry_reader import DONE, Failed, Reader, add_reader_arguments, age_text, run_reader
+from serai.cli.registry_reader import DONE, Failed, Reader, add_reader_arguments, run_reader
 from serai.runtime.session_state import SessionState, state_of
 
 
@@ -24,17 +24,16 @@ def run(arguments: argparse.Namespace) -> int:
         states = [state_of(replica, session, now) for session in replica.sessions]
         open_sessions = sum(state is not SessionState.LEFT for state in states)
         serving = sum(state is SessionState.SERVING for state in states)
-        age_s = reader.copy.knowledge_age_s(now)
         if arguments.json:
             facts = {"site": reader.settings.site, "models": models, "sessions": open_sessions, "serving": serving}
             print(orjson.dumps(facts).decode())
         else:
             print(
-                f"registry of site {reader.settings.site} answers ({age_text(age_s)} ago): "
-                f"{len(models)} models serve, {serving} of {open_sessions} sessions"
+                f"the registry of site {reader.settings.site} answers; "
+                f"models served: {len(models)}; sessions serving: {serving} of {open_sessions}"
             )
         if len(models) < arguments.models_min:
-            raise Failed(f"{len(models)} models serve; wanted at least {arguments.models_min}")
+            raise Failed(f"models served: {len(models)}; wanted at least {arguments.models_min}")
         return DONE
 
     return run_reader("health", arguments, main)
