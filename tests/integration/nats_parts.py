@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,8 +143,8 @@ class Cable:
 
 
 @asynccontextmanager
-async def cable(target_port: int):  # type: ignore[no-untyped-def]
-    made = Cable(free_port(), target_port)
+async def cable(target_port: int, port: int | None = None) -> AsyncIterator[Cable]:
+    made = Cable(port or free_port(), target_port)
     await made.connect()
     try:
         yield made
@@ -225,5 +225,5 @@ async def closing(*buses: NatsBus) -> None:
         await bus.aclose()
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(main())  # type: ignore[arg-type]
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,19 @@ def test_h58_after_a_barrier_not_one_message_is_lost(tmp_path: Path) -> None:
             await closing(agent, ingress)
 
         run(main)
+
+
+def test_h58_a_subscription_is_on_the_wire_before_the_last_ping_of_a_barrier() -> None:
+    async def main() -> None:
+        async with FakeServer() as server:
+            bus = await NatsBus.connect(server.address, "agent")
+            await bus.subscribe("inference.s", nothing)
+            await bus.barrier()
+            words = [line.split()[0] for line in server.lines]
+            assert words.index(b"SUB") < len(words) - 1 - words[::-1].index(b"PING")
+            await closing(bus)
+
+    run(main)
 
 
 def test_a_barrier_without_a_connection_fails(tmp_path: Path) -> None:
@@ -620,13 +634,15 @@ def test_h68_a_slow_consumer_learns_that_it_lost_messages_and_harms_nobody_else(
 # -- sites -----------------------------------------------------------------------------------------------------------
 
 
-def two_sites(folder: Path, wire_port: int | None = None) -> tuple[Server, Server, int]:
+def two_sites(
+    folder: Path, wire_port: int | None = None, change: Callable[[str], str] = lambda text: text
+) -> tuple[Server, Server, int]:
     """A hub and a leaf that dials it at `wire_port`; not started. Third: where the hub listens for leaf nodes."""
     leaf_port = free_port()
-    hub = embedded(folder / "hub", server_name="hub", domain="hub", leaf_port=leaf_port)
+    hub = embedded(folder / "hub", change, server_name="hub", domain="hub", leaf_port=leaf_port)
     assert hub.nats
     remote = LeafRemote(f"nats-leaf://127.0.0.1:{wire_port or leaf_port}", hub.nats.key_file("leaf"))
-    leaf = embedded(folder / "leaf", server_name="leaf", domain="leaf", leaf_remotes=(remote,))
+    leaf = embedded(folder / "leaf", change, server_name="leaf", domain="leaf", leaf_remotes=(remote,))
     return hub, leaf, leaf_port
 
 
@@ -637,10 +653,7 @@ def test_h69_two_sites_serve_on_while_cut_and_talk_again_within_seconds(tmp_path
     with running(hub), running(leaf):
 
         async def main() -> None:
-            async with cable(leaf_port) as wire:
-                await wire.cut()
-                wire.port = wire_port
-                await wire.connect()
+            async with cable(leaf_port, wire_port) as wire:
                 here, there = await hub.bus("registry"), await leaf.bus("registry")
                 agent_there, ingress = await leaf.bus("agent"), await hub.bus("ingress")
                 at_hub: list[bytes] = []
@@ -679,6 +692,28 @@ def test_h69_two_sites_serve_on_while_cut_and_talk_again_within_seconds(tmp_path
         run(main)
 
 
+def test_h69_a_link_that_is_cut_silently_is_noticed_by_pings_and_made_again(tmp_path: Path) -> None:
+    wire_port = free_port()
+    hub, leaf, leaf_port = two_sites(tmp_path, wire_port, lambda text: text.replace('"15s"', '"0.5s"'))
+    with running(hub), running(leaf):
+
+        async def main() -> None:
+            async with cable(leaf_port, wire_port) as wire:
+                here, there = await hub.bus("registry"), await leaf.bus("registry")
+                heard: list[Message] = []
+                await there.subscribe(SESSION.every, heard.append)
+                await there.barrier()
+                await crosses(lambda: here.publish(SESSION.of("b"), b""), lambda: heard, PATIENCE_S)
+                wire.freeze()
+                await until(lambda: "Stale Connection" in leaf.log, "the leaf notices")
+                wire.thaw()
+                heard.clear()
+                await crosses(lambda: here.publish(SESSION.of("b"), b""), lambda: heard, PATIENCE_S)
+                await closing(here, there)
+
+        run(main)
+
+
 def test_h70_a_leaf_dials_the_address_it_was_given_and_no_other(tmp_path: Path) -> None:
     """By gossip it would learn the hub's own address and get past the proxy."""
     wire_port = free_port()
@@ -690,10 +725,7 @@ def test_h70_a_leaf_dials_the_address_it_was_given_and_no_other(tmp_path: Path) 
     with running(hub), running(leaf):
 
         async def main() -> None:
-            async with cable(leaf_port) as wire:
-                await wire.cut()
-                wire.port = wire_port
-                await wire.connect()
+            async with cable(leaf_port, wire_port) as wire:
                 await until(lambda: "Leafnode connection created" in leaf.log, "linked")
                 here, there = await hub.bus("registry"), await leaf.bus("registry")
                 heard: list[Message] = []
