@@ -3,7 +3,8 @@
 OpenTela's protocol: so many sessions, each with a copy of the registry; 20 writes by random sessions, 500 ms apart;
 every copy is looked at. Here each copy notes itself when the record is in it, instead of being asked every 5 ms. All
 on one machine and so on one clock: from just before the agent publishes its record until a copy has merged it. Agents
-are real ones, which also show life every second, and copies are those that ingresses route from.
+are real ones, which also show life every second, and copies are those that ingresses route from. The copies of one
+process share a connection, each with its own subscriptions, unless each is to have its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from serai.bench.processes import BenchFailed
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.bench.targets import end_on_sigterm
 
-_WRITES, _WRITES_QUICK = 20, 20
+_WRITES = 20
 _GAP_S = 0.5
 _ROUNDS = 3
 _PROCESSES = 4
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sessions", type=_counts, default=[128], metavar="N[,N…]", help="how many; the largest is the headline (128)"
     )
     parser.add_argument("--rounds", type=int, help=f"of {_WRITES} writes each ({_ROUNDS}; quick: 1)")
+    parser.add_argument(
+        "--own-connections", action="store_true", help="one per copy: adds what as many sockets cost one machine"
+    )
     parser.add_argument("--seed", type=int, default=0, help="chooses the writers (%(default)s)")
 
 
@@ -55,11 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
     measured: dict[int, list[Write]] = {}
     try:
         for sessions in arguments.sessions:
-            measured[sessions] = _measure(sessions, rounds, arguments.seed)
+            measured[sessions] = _measure(sessions, rounds, arguments)
     except BenchFailed as failure:
         say(f"serai bench convergence: {failure}")
         return 1
-    config = {"sessions": arguments.sessions, "rounds": rounds, "writes": _WRITES, "gap_s": _GAP_S}
+    config = {
+        "sessions": arguments.sessions,
+        "rounds": rounds,
+        "writes": _WRITES,
+        "gap_s": _GAP_S,
+        "own_connections": arguments.own_connections,
+    }
     raw = {
         str(sessions): [{"agent": w.agent, "after_ms": [round(ms, 3) for ms in w.after_ms]} for w in writes]
         for sessions, writes in measured.items()
@@ -90,14 +100,14 @@ def _of(writes: Sequence[Write]) -> dict[str, float]:
     }
 
 
-def _measure(sessions: int, rounds: int, seed: int) -> list[Write]:
+def _measure(sessions: int, rounds: int, arguments: argparse.Namespace) -> list[Write]:
     with fleet_stand() as stand:
-        members = _members(stand, sessions)
+        members = _members(stand, sessions, own_connections=arguments.own_connections)
         owners = [(member, agent) for member, agents in members for agent in range(agents)]
         _wait_until_all_are_known([member for member, _ in members], sessions)
         time.sleep(_SETTLE_S)
         say(f"{sessions} sessions and {sessions} copies are up")
-        chance = random.Random(seed)
+        chance = random.Random(arguments.seed)
         began_ns: dict[str, int] = {}
         writers: dict[str, int] = {}
         for number in range(rounds * _WRITES):
@@ -121,7 +131,7 @@ def _write(agent: int, began_ns: int, name: str, copies: Sequence[Mapping[str, i
     return Write(agent, after_ms, len(copies) - len(after_ms))
 
 
-def _members(stand: FleetStand, sessions: int) -> list[tuple[Member, int]]:
+def _members(stand: FleetStand, sessions: int, *, own_connections: bool) -> list[tuple[Member, int]]:
     """Members, and how many agents, and as many copies, each has."""
     engine_url = stand.start_engine()
     count = min(_PROCESSES, sessions)
@@ -129,6 +139,8 @@ def _members(stand: FleetStand, sessions: int) -> list[tuple[Member, int]]:
     members = []
     for number, share in enumerate(shares):
         flags = ["--engine-url", engine_url, "--name", f"m{number}", "--agents", str(share), "--copies", str(share)]
+        if own_connections:
+            flags.append("--own-connections")
         members.append((stand.start_member(f"member-{number}", *flags), share))
     for member, _ in members:
         member.ask("ready")

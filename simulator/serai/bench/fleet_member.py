@@ -1,7 +1,8 @@
 """A process with several real agents and several real copies of the registry, told what to do on standard input.
 
-Each agent and each copy has a NATS connection of its own. Times are of the machine's monotonic clock, which all its
-processes share. One JSON object a line, in and out.
+Each agent has a NATS connection of its own. The copies share one, each with subscriptions of its own, unless told
+otherwise: real copies are on machines of their own, and what as many sockets cost one machine is nobody's in reality.
+Times are of the machine's monotonic clock, which all its processes share. One JSON object a line, in and out.
 """
 
 from __future__ import annotations
@@ -46,19 +47,25 @@ class NotingReplica(RegistryReplica):
 class Members:
     """The agents and copies of this process."""
 
-    def __init__(self, nats_url: str, engine_url: str, name: str, status_interval_s: float) -> None:
+    def __init__(
+        self, nats_url: str, engine_url: str, name: str, status_interval_s: float, *, own_connections: bool
+    ) -> None:
         self._nats_url = nats_url
         self._engine_url = engine_url
         self._name = name
         self._status_interval_s = status_interval_s
         self._agents: list[WorkerAgent] = []
         self._copies: list[RegistryCopy] = []
+        self._copies_bus: NatsBus | None = None
+        self._own_connections = own_connections
         self._stop = asyncio.Event()
         self._churning: asyncio.Task[None] | None = None
         self._running: list[asyncio.Task[None]] = []
 
     async def add_copy(self, tasks: asyncio.TaskGroup) -> None:
-        bus = await NatsBus.connect(NatsAddress(self._nats_url), "ingress")
+        bus = self._copies_bus
+        if bus is None or self._own_connections:
+            bus = self._copies_bus = await NatsBus.connect(NatsAddress(self._nats_url), "ingress")
         copy = RegistryCopy(bus, "local")
         copy.replica = NotingReplica()
         await copy.start()
@@ -156,7 +163,13 @@ async def _answer_commands(members: Members) -> None:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    members = Members(arguments.nats_url, arguments.engine_url, arguments.name, arguments.status_interval_s)
+    members = Members(
+        arguments.nats_url,
+        arguments.engine_url,
+        arguments.name,
+        arguments.status_interval_s,
+        own_connections=arguments.own_connections,
+    )
     async with asyncio.TaskGroup() as tasks:
         for _ in range(arguments.copies):
             await members.add_copy(tasks)
@@ -174,6 +187,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--agents", type=int, default=0)
     parser.add_argument("--copies", type=int, default=0)
+    parser.add_argument("--own-connections", action="store_true")
     parser.add_argument("--status-interval-s", type=float, default=1.0)
     arguments = parser.parse_args()
     set_up_logs("member", "warning")
