@@ -124,13 +124,24 @@ class Watchdog:
         described, answered = [], {}
         for exchange in exchanges:
             if exchange.sent_bytes:
-                found = answered[exchange] = self._answered.get(exchange) or _described(exchange)
+                found = answered[exchange] = self._answered.get(exchange) or self._described(exchange)
             else:
-                found = self._waiting.get(exchange) or _described(exchange)
+                found = self._waiting.get(exchange) or self._described(exchange)
                 self._waiting[exchange] = found
             described.append(found)
         self._answered = answered
         return described
+
+    def _described(self, exchange: Exchange) -> RunningRequest:
+        shape = answer_shape(exchange.body)
+        return RunningRequest(
+            posted_at_s=exchange.posted_at_s,
+            prompt_tokens=exchange.request.body_bytes // BYTES_PER_TOKEN,
+            answered=bool(exchange.sent_bytes),
+            shows_steps=exchange.request.stream and not shape.held_back,
+            output_tokens_max=shape.output_tokens_max,
+            setup_s=max(shape.setup_s, self._engine.setup_s),
+        )
 
     # -- asking the engine ---------------------------------------------------------------------------------------
 
@@ -173,15 +184,3 @@ class Watchdog:
             return
         self._progress.progressed(time.monotonic())
         self._look()
-
-
-def _described(exchange: Exchange) -> RunningRequest:
-    shape = answer_shape(exchange.body)
-    return RunningRequest(
-        posted_at_s=exchange.posted_at_s,
-        prompt_tokens=exchange.request.body_bytes // BYTES_PER_TOKEN,
-        answered=bool(exchange.sent_bytes),
-        shows_steps=exchange.request.stream and not shape.held_back,
-        output_tokens_max=shape.output_tokens_max,
-        setup_s=shape.setup_s,
-    )

@@ -37,6 +37,8 @@ class Engine(Protocol):
     """For how long they may stand still while it works, in seconds; None = no limit is known."""
     prefill_s_per_token: float
     """What a prompt token may take at worst, in seconds, until the engine itself has shown."""
+    setup_s: float
+    """Work before a first token that is neither prefill nor decode, at worst: some engines load their model again."""
 
     def recognises(self, command: Sequence[str]) -> bool:
         """Whether `command` starts an engine of this kind."""

@@ -17,6 +17,7 @@ class EmulatedEngine(OpenAiEngine):
     # With fixed timing an answer in one piece is counted at its end.
     counter_grain_s = None
     prefill_s_per_token = 0.002
+    setup_s = 0.0
 
     def recognises(self, command: Sequence[str]) -> bool:
         return is_serai_engine(command, "emulate") or runs_module(command, "serai.engine_emulator")

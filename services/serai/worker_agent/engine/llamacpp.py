@@ -22,6 +22,7 @@ class LlamaCppEngine(OpenAiEngine):
     counters = LLAMACPP_COUNTERS
     counter_grain_s = 0.0
     prefill_s_per_token = 0.02
+    setup_s = 0.0
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (

@@ -24,6 +24,7 @@ class OpenAiEngine:
     counters: Sequence[str] = (*VLLM_COUNTERS, *VLLM_GAUGES, *SGLANG_COUNTERS, *SGLANG_GAUGES, *LLAMACPP_COUNTERS)
     counter_grain_s: float | None = None
     prefill_s_per_token = 0.02
+    setup_s = 10.0
 
     def recognises(self, command: Sequence[str]) -> bool:
         return True

@@ -16,6 +16,7 @@ class SglangEngine(OpenAiEngine):
     # It reports every 40 to 50 decode steps.
     counter_grain_s = 6.0
     prefill_s_per_token = 0.002
+    setup_s = 0.0
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "sglang" and "serve" in command) or runs_module(command, "sglang.launch_server")

@@ -15,6 +15,7 @@ class VllmEngine(OpenAiEngine):
     counters = (*VLLM_COUNTERS, *VLLM_GAUGES)
     counter_grain_s = 0.0
     prefill_s_per_token = 0.002
+    setup_s = 0.0
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "vllm" and "serve" in command) or runs_module(command, "vllm.entrypoints")
