@@ -65,6 +65,7 @@ COMMANDS: Tree = {
         "emulator": Command("serai.bench.emulator", "how punctual the emulated engine's tokens are"),
         "convergence": Command("serai.bench.convergence", "how soon every copy of the registry has a change"),
         "detection": Command("serai.bench.detection", "how soon nothing is routed to what has failed"),
+        "failover": Command("serai.bench.failover", "what clients see while one of two engines keeps being killed"),
         "idle-traffic": Command("serai.bench.idle_traffic", "bytes a second on an agent's connection"),
     },
 }
