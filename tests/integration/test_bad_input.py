@@ -147,4 +147,4 @@ def test_refused_credentials_are_told(system: System) -> None:
 def test_a_role_that_may_not_do_its_work_fails_loudly_at_start(system: System) -> None:
     process = registry_with_key(system, system.nats.key_file("agent"))
     assert process.popen.wait(15) == 1
-    assert "refuses what registry-" in process.log
+    assert "wrong permissions of registry-" in process.log

@@ -18,7 +18,8 @@ from serai.contracts.subjects import SESSIONS_BUCKET
 from serai.runtime.nats_bus import NatsAddress, NatsBus
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Tell me of caravans."}]}
-LONG = CHAT | {"max_tokens": 100_000, "stream": True}
+LONG = CHAT | {"max_tokens": 100_000, "stream": True, "logprobs": True}
+"""With log probabilities, so that it is not continued elsewhere."""
 RIGHT_AGAIN_S = 5.0
 HEARTBEATS_ALONE_S = 3.5
 DISCONNECTS_TOLD_S = 0.3
