@@ -283,6 +283,20 @@ def test_h17_while_most_of_a_site_is_silent_nothing_is_closed_for_however_long(o
     assert len(observer.closed) == 5
 
 
+def test_a_loss_of_thousands_is_judged_in_turns_and_nothing_is_closed_before_all_have_had_theirs(
+    observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DUE_AT_ONCE", 3)
+    sessions = observer.join(*fleet(10))
+    observer.live(GRACE_S * 2, sessions[:8], 1.0)
+    assert sorted(session for session, _ in observer.closed) == sessions[8:]
+    observer.now += PAUSE_MAX_S - 0.5
+    asked = [effect for effect in observer.tell(Look()) if effect == Ask(sessions[0], Path.DIRECT)]
+    assert len(asked) <= 1
+    observer.live(GRACE_S * 3, every_s=0.25)
+    assert len(observer.closed) == 2
+
+
 def test_h26_clocks_of_other_machines_cannot_matter() -> None:
     """No event carries a time of its sender, and the machine reads no clock."""
     imported = {
@@ -295,7 +309,9 @@ def test_h26_clocks_of_other_machines_cannot_matter() -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.floats(0.1, 4.0), max_size=60))
-def test_h26_the_same_steps_lead_to_the_same_ends_from_any_start_of_the_clock(skew_s: float, steps: list[float]) -> None:
+def test_h26_the_same_steps_lead_to_the_same_ends_from_any_start_of_the_clock(
+    skew_s: float, steps: list[float]
+) -> None:
     ends = []
     for start_s in (0.0, round(skew_s)):
         machine = Membership("here", start_s, silence_grace_s=GRACE_S, retention_s=RETENTION_S)

@@ -49,8 +49,11 @@ FORGET_SILENT_S = 60.0
 """… and it must have been silent here for as long."""
 PAUSE_MAX_S = 5.0
 """Looks that are further apart mean that this process did not run: nothing that it missed counts as silence."""
-FROZEN_LOOK_S = 2.0
+FROZEN_LOOK_S = 10.0
 """How soon a session beyond its grace is looked at again, while nothing may be closed."""
+DUE_AT_ONCE = 500
+"""So many sessions are judged in one look, that a mass loss does not hold the event loop up; nothing is closed by
+silence while others wait for their turn."""
 HISTORY = 20
 
 
@@ -330,7 +333,7 @@ class Membership:
         self._listening_since_s: float | None = now
         """None while the bus is away."""
         self._looked_s = now
-        self._history: deque[str] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[float, str, Standing, Trigger]] = deque(maxlen=HISTORY)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -499,22 +502,29 @@ class Membership:
         for session in self._take_due(now):
             effects += self._on_due(session, now, beyond_grace)
         # Only now, when everybody's standing is that of this moment: else the brake would look at the past.
-        frozen = self.braked or now - self._listening_since_s < min(SETTLE_S, self._grace_s)
+        behind = bool(self._heap) and self._heap[0][0] <= now
+        settled_s = self._listening_since_s + min(SETTLE_S, self._grace_s)
+        frozen = behind or self.braked or now < settled_s
         if beyond_grace and not frozen:
             effects += self._close(beyond_grace, Cause.SILENT, now)
         for session in beyond_grace:
             if session.standing is not Standing.LEFT:
-                self._due(session, now + FROZEN_LOOK_S)
+                self._due(session, settled_s if now < settled_s else now + FROZEN_LOOK_S)
         return effects
 
     def _take_due(self, now: float) -> list[_Session]:
-        """Those whose time has come; each has to be made due again."""
-        found = []
-        while self._heap and self._heap[0][0] <= now:
+        """Some of those whose time has come; each has to be made due again."""
+        found: list[_Session] = []
+        while self._heap and self._heap[0][0] <= now and len(found) < DUE_AT_ONCE:
             due_s, name = heapq.heappop(self._heap)
             session = self._sessions.get(name)
-            if session is not None and session.due_s == due_s:
-                session.due_s = math.inf
+            if session is None or session.due_s != due_s:
+                continue
+            session.due_s = math.inf
+            fresh_until_s = self._quiet_since_s(session) + DOUBT_INTERVALS * session.interval_s
+            if session.standing is Standing.HEARD and fresh_until_s > now:
+                self._due(session, fresh_until_s)  # It spoke meanwhile: the usual case, and no work.
+            else:
                 found.append(session)
         return found
 
@@ -527,9 +537,6 @@ class Membership:
             return []
         silent_s = self._silent_s(session, now)
         if session.standing is Standing.HEARD:
-            if silent_s <= DOUBT_INTERVALS * session.interval_s:
-                self._due(session, now + DOUBT_INTERVALS * session.interval_s - silent_s)
-                return []
             self._move(session, Trigger.DOUBT, now)
         elif session.standing is Standing.DOUBTED and silent_s > SILENCE_INTERVALS_MAX * session.interval_s:
             self._move(session, Trigger.SILENCE, now)
@@ -551,13 +558,14 @@ class Membership:
 
     def _silent_s(self, session: _Session, now: float) -> float:
         """How long we have listened to its silence ourselves; what we were not there to hear does not count."""
-        assert self._listening_since_s is not None
-        return now - max(session.since_s, self._listening_since_s)
+        return now - self._quiet_since_s(session)
+
+    def _quiet_since_s(self, session: _Session) -> float:
+        return session.since_s if self._listening_since_s is None else max(session.since_s, self._listening_since_s)
 
     def _closes_s(self, session: _Session) -> float:
         """When the grace ends, as things are; just behind it, so that a look then finds it over."""
-        since_s = session.since_s if self._listening_since_s is None else max(session.since_s, self._listening_since_s)
-        return since_s + grace_s(self._grace_s, len(session.confirmed_by)) + 0.001
+        return self._quiet_since_s(session) + grace_s(self._grace_s, len(session.confirmed_by)) + 0.001
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -571,9 +579,9 @@ class Membership:
 
     def _move(self, session: _Session, trigger: Trigger, now: float) -> None:
         target = TABLE[session.standing].get(trigger)
-        self._history.append(f"{now:.3f} {session.name}: {session.standing}, {trigger.name}")
+        self._history.append((now, session.name, session.standing, trigger))
         if target is None:
-            story = "; ".join(self._history)
+            story = "; ".join(f"{at_s:.3f} {name}: {stood}, {why.name}" for at_s, name, stood, why in self._history)
             raise IllegalTransition(f"{session.name} is {session.standing}: no {trigger.name} then. Last: {story}")
         if self._ours(session):
             self._standings[session.standing] -= 1
