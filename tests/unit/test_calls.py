@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import pytest
 
@@ -101,7 +102,10 @@ class AgentsBus(FakeBus):
 
 
 Talk = Callable[[Client, AgentsBus, Ingress], Awaitable[None]]
-Serve = Callable[[dict[str, list[Part] | None], Talk], None]
+
+
+class Serve(Protocol):
+    def __call__(self, says: dict[str, list[Part] | None], talk: Talk, **metadata: str) -> None: ...
 
 
 @pytest.fixture
@@ -110,12 +114,12 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     clock = Clock()
     clock.put_into(monkeypatch, calls_module, client_module)
 
-    async def main(says: dict[str, list[Part] | None], talk: Talk) -> None:
+    async def main(says: dict[str, list[Part] | None], talk: Talk, metadata: dict[str, str]) -> None:
         bus = AgentsBus(says)
         ingress = Ingress(IngressSettings(anonymous=True), bus, Access(None), Tracing("test", None, 0.0))
         await ingress._client.start()
         for session in says:
-            ingress.replica.merge(record_of(session), clock.now_s, heard=True)
+            ingress.replica.merge(record_of(session, **metadata), clock.now_s, heard=True)
         server = HttpServer(ingress.on_http, body_bytes_max=10_000)
         await server.start("127.0.0.1", 0)
         client = await connected(server)
@@ -127,8 +131,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
             client[1].close()
             await server.aclose()
 
-    def run(says: dict[str, list[Part] | None], talk: Talk) -> None:
-        asyncio.run(main(says, talk))
+    def run(says: dict[str, list[Part] | None], talk: Talk, **metadata: str) -> None:
+        asyncio.run(main(says, talk, metadata))
 
     return run
 
@@ -250,6 +254,172 @@ def test_a_whole_stream_passes_as_it_came_and_is_not_cancelled(serve: Serve) -> 
         assert bus.cancelled.empty()
 
     serve({"s1": STREAMED}, talk)
+
+
+# -- streams that go on elsewhere ------------------------------------------------------------------------------------
+
+PROMPT = b'{"model":"m","stream":true,"temperature":0,"prompt":"Once"}'
+WORDS = [f" w{number}" for number in range(12)]
+
+
+def word(text: str, finish: str | None = None, id_: str = "a") -> bytes:
+    fields = {"id": id_, "created": 1, "model": "m", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+
+
+SENT = b"".join(map(word, WORDS))
+"""Of these the first four become prompt; the others are asked for again."""
+AGAIN = b"".join(word(text, id_="b") for text in WORDS[4:])
+BREAKS = [head(), data(SENT), error(FailureCode.ENGINE_CUT)]
+END = word(" end", "stop", "b") + DONE
+
+
+def going_on(*events: bytes) -> list[Part]:
+    return [head(), *map(data, events), end(sum(map(len, events)))]
+
+
+def bodies(bus: AgentsBus) -> list[dict[str, Any]]:
+    frames = [frame for sent in bus.published if sent.subject.startswith("inference.") for frame in sent.frames]
+    return [json.loads(frame.payload) for frame in frames if frame.kind == FrameKind.BODY]
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        BREAKS,
+        [head(), data(SENT + HALF), error(FailureCode.AGENT_LEFT, retry_safe=True)],
+        [head(), data(SENT), end(len(SENT))],
+        [head(), data(SENT), end(len(SENT) + 1)],
+    ],
+    ids=["engine cut", "agent left inside an event", "no end marker", "bytes missing"],
+)
+def test_a_stream_that_breaks_goes_on_at_another_session_that_serves_the_same(serve: Serve, breaks: list[Part]) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, body = await ask(client, body=PROMPT)
+        assert (status, headers["x-serai-session"]) == (200, "s1")
+        assert body == SENT + b": serai continued on s2\n\n" + body[-len(END) :]
+        assert [json.loads(part[6:])["id"] for part in body[-len(END) :].split(b"\n\n")[:1]] == ["a"]
+        assert body.endswith(DONE)
+        first, second = bodies(bus)
+        assert second == first | {"prompt": "Once" + "".join(WORDS[:4])}
+        attempts = [sent.frames[0].attempt for sent in bus.published if sent.subject.startswith("inference.")]
+        assert attempts[-1] == 2
+
+    serve({"s1": breaks, "s2": going_on(AGAIN, END)}, talk, fingerprint="f")
+
+
+@pytest.mark.parametrize(
+    ("second", "passed"),
+    [
+        ([error(FailureCode.BUSY, retry_safe=True)], 0),
+        (whole(503, b"loading"), 0),
+        ([head(), data(AGAIN), error(FailureCode.ENGINE_CUT)], 1),
+    ],
+    ids=["cannot be taken", "status 503", "broken again"],
+)
+def test_a_stream_may_go_on_twice(serve: Serve, second: list[Part], passed: int) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        _, _, body = await ask(client, body=PROMPT)
+        assert body.startswith(SENT)
+        assert body.count(b": serai continued") == 1 + passed
+        assert body.endswith(DONE)
+        assert b"error" not in body
+        assert bus.sessions_asked == ["s1", "s3", "s2"]
+
+    serve({"s1": BREAKS, "s3": second, "s2": going_on(AGAIN, END)}, talk, fingerprint="f")
+
+
+STAYS_BROKEN: dict[str, dict[str, list[Part] | None]] = {
+    "nobody else": {},
+    "another text": {"s2": going_on(AGAIN.replace(b"w7", b"w8"), END)},
+    "all break": {"s2": BREAKS[:1] + BREAKS[2:], "s3": NOBODY, "s4": going_on(AGAIN, END)},
+    "another's error": {"s2": going_on(b'data: {"error":{"code":"theirs"}}\n\n', DONE)},
+}
+
+
+@pytest.mark.parametrize("others", STAYS_BROKEN.values(), ids=STAYS_BROKEN)
+def test_a_stream_that_cannot_go_on_ends_with_the_error_that_broke_it(
+    serve: Serve, others: dict[str, list[Part] | None]
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        _, _, body = await ask(client, body=PROMPT)
+        comment = b": serai continued on s2\n\n"
+        problem, marker, rest = (
+            body.removeprefix(SENT).removeprefix(comment).removeprefix(comment.replace(b"s2", b"s3")).split(b"\n\n")
+        )
+        assert told(problem)["code"] == "engine_cut"
+        assert (marker, rest) == (b"data: [DONE]", b"")
+        assert "s4" not in bus.sessions_asked
+
+    serve({"s1": BREAKS, **others}, talk, fingerprint="f")
+
+
+@pytest.mark.parametrize(
+    ("code", "body"),
+    [
+        (FailureCode.DEADLINE, PROMPT),
+        (FailureCode.CREDIT_STARVED, PROMPT),
+        (FailureCode.BUS_LOST, PROMPT),
+        (FailureCode.ENGINE_CUT, PROMPT.replace(b'"stream"', b'"n":2,"stream"')),
+        (FailureCode.ENGINE_CUT, PROMPT.replace(b"prompt", b"input")),
+    ],
+)
+def test_a_stream_is_not_continued_where_that_would_not_help_or_not_be_sound(
+    serve: Serve, code: FailureCode, body: bytes
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        _, _, heard = await ask(client, body=body)
+        assert heard.startswith(SENT + b'data: {"error"')
+        assert bus.sessions_asked == ["s1"]
+
+    serve({"s1": [head(), data(SENT), error(code)], "s2": going_on(AGAIN, END)}, talk, fingerprint="f")
+
+
+def test_a_stream_is_not_continued_when_its_time_is_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        (handler,) = bus.handlers.values()
+        client[1].write(post(PROMPT, path="/v1/completions"))
+        await answer_head(client[0])
+        assert await answer_chunk(client[0]) == SENT
+        monkeypatch.setattr("serai.ingress.calls.time", SimpleNamespace(monotonic=lambda: 1601.0))
+        asked = bus.published[0].frames[0]
+        handler(Message(bus.published[0].reply, encode_frames([Frame(FrameKind.ERROR, asked.stream, 1, 2, LEFT)])))
+        assert b"agent_left" in await answer_chunk(client[0])
+        assert bus.sessions_asked == ["s1"]
+
+    serve({"s1": [head(), data(SENT)], "s2": going_on(AGAIN, END)}, talk, fingerprint="f")
+
+
+LEFT = encode(InferenceFailure(FailureCode.AGENT_LEFT, "it left"))
+
+
+def test_a_client_that_leaves_while_its_stream_goes_on_cancels_it_there(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        reader, writer = client
+        writer.write(post(PROMPT, path="/v1/completions"))
+        await answer_head(reader)
+        while bus.sessions_asked != ["s1", "s2"]:
+            await asyncio.sleep(0)
+        assert (await bus.cancelled.get())[0] == "s1", "what broke off may still be at work"
+        assert bus.cancelled.empty()
+        writer.close()
+        session, frame = await bus.cancelled.get()
+        assert (session, frame.attempt) == ("s2", 2)
+
+    serve({"s1": BREAKS, "s2": [head()]}, talk, fingerprint="f")
+
+
+def test_the_usage_so_far_is_told_before_the_error_when_the_engine_kept_telling_it(serve: Serve) -> None:
+    counted = SENT[:-3] + b',"usage":{"prompt_tokens":3,"completion_tokens":12,"total_tokens":15}}\n\n'
+
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        _, _, body = await ask(client, body=PROMPT)
+        usage, problem, *_ = body.removeprefix(counted).split(b"\n\n")
+        fields = json.loads(usage[6:])
+        assert (fields["choices"], fields["usage"]["completion_tokens"]) == ([], 12)
+        assert told(problem)["code"] == "engine_cut"
+
+    serve({"s1": [head(), data(counted), error(FailureCode.ENGINE_CUT)]}, talk, fingerprint="f")
 
 
 # -- clients that leave ----------------------------------------------------------------------------------------------

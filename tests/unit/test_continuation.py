@@ -363,8 +363,9 @@ def test_usage_is_told_for_the_whole_answer() -> None:
         [delta(content=" b"), delta(content="x")],
         [delta(content=" b"), delta(finish="stop")],
         [delta(content=" b"), DONE],
+        [delta(content=" b"), event({"error": {"message": "no"}}), DONE],
     ],
-    ids=["another word", "another end of a word", "finished too soon", "done too soon"],
+    ids=["another word", "another end of a word", "finished too soon", "done too soon", "an error"],
 )
 def test_a_session_that_does_not_say_what_was_said_is_not_heard(events: list[bytes]) -> None:
     out, splice = spliced([" b", " c"], *events, delta(content=" never"))

@@ -269,7 +269,7 @@ class Calls:
         finally:
             self._relayed.pop(stream.id, None)
         # What breaks off after the engine has said that it is done has lost nothing.
-        rest = answer.passed(answer.relay.rest()) if answer.relay.done else b""
+        rest = answer.rest() if answer.relay.done else b""
         if answer.relay.done and not answer.contradicted:
             self._count_tokens(call, answer.usage())
             answer.out.end(rest)
@@ -362,7 +362,8 @@ class Calls:
                 return await self._pass_events(call, stream, answer)
         except StreamFailed as failed:
             metrics.FAILURES.labels(call.model, failed.failure.code).inc()
-            return Broken(answer, broken.error, continuation.is_survivable(failed.failure.code))
+            survivable = failed.failure.retry_safe or continuation.is_survivable(failed.failure.code)
+            return Broken(answer, broken.error, survivable)
         finally:
             self._policy.on_request_end(record.session, whole=stream.end is not None)
 

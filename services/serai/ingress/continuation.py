@@ -171,12 +171,12 @@ class Transcript:
                 self._read_block(block)
         except Unsound as reason:
             self._give_up(str(reason))
+        self._blocks = ["".join(self._blocks)]
 
     @property
     def pieces(self) -> list[str]:
         """The text of each event that had some, in order. Up to date after `read`."""
         text = "".join(self._blocks)
-        self._blocks = [text]
         begins = [0, *self._ends[:-1]]
         return [text[begin:end] for begin, end in zip(begins, self._ends, strict=True)] if self._ends else []
 
@@ -193,11 +193,11 @@ class Transcript:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:
             raise Unsound("an event was sent that cannot be read") from None
-        if not isinstance(event, dict) or event.get("error") is not None:
+        if not isinstance(event, dict) or event.get("error"):
             raise Unsound("an event was sent that is no part of an answer")
         if self.head is None:
             self.head = Head(*[event.get(name) for name in ("id", "created", "model", "system_fingerprint")])
-        if isinstance(event.get("usage"), dict):
+        if "usage" in event and isinstance(event["usage"], dict):
             self.usage = event["usage"]
         for choice in event.get("choices") or ():
             self._read_choice(choice)
@@ -205,21 +205,34 @@ class Transcript:
     def _read_choice(self, choice: Any) -> None:
         if not isinstance(choice, dict) or choice.get("index", 0) != 0 or choice.get("logprobs") is not None:
             raise Unsound("an event with another choice, or with log probabilities, was sent")
-        text, others = _text_of(choice)
-        if "role" in others:
-            self.role_said = True
-        if set(others) - {"role"}:
-            raise Unsound(f"something other than text was sent: {', '.join(sorted(set(others) - {'role'}))}")
+        delta = choice.get("delta")
+        if isinstance(delta, dict):
+            text = delta.get("content")
+            if len(delta) > 1 or text is None:
+                self._read_others(delta)
+        else:
+            text = choice.get("text")
         if choice.get("finish_reason") is not None:
             self.finished = True
         if text:
-            self._length += len(text)
-            if self._length > TEXT_CHARACTERS_MAX:
-                raise Unsound(f"more than {TEXT_CHARACTERS_MAX} characters were sent")
-            self._blocks.append(text)
-            self._ends.append(self._length)
-            if len(self._blocks) > _RAW_BYTES_MAX // 64:
-                self._blocks = ["".join(self._blocks)]
+            self._take_text(text)
+
+    def _read_others(self, delta: Mapping[str, Any]) -> None:
+        said = [name for name, value in delta.items() if name != "content" and value not in (None, "", [])]
+        if "role" in said:
+            self.role_said = True
+            said.remove("role")
+        if said:
+            raise Unsound(f"something other than text was sent: {', '.join(said)}")
+
+    def _take_text(self, text: Any) -> None:
+        if not isinstance(text, str):
+            raise Unsound("a text was sent that is none")
+        self._length += len(text)
+        if self._length > TEXT_CHARACTERS_MAX:
+            raise Unsound(f"more than {TEXT_CHARACTERS_MAX} characters were sent")
+        self._blocks.append(text)
+        self._ends.append(self._length)
 
 
 def usage_so_far(events: bytes) -> bytes:
@@ -233,17 +246,6 @@ def usage_so_far(events: bytes) -> bytes:
     if not isinstance(event, dict) or not isinstance(event.get("usage"), dict) or not event.get("choices"):
         return b""
     return _event(event | {"choices": []})
-
-
-def _text_of(choice: Mapping[str, Any]) -> tuple[str, Sequence[str]]:
-    """The text of a choice, and what else its delta says."""
-    delta = choice.get("delta")
-    if not isinstance(delta, dict):
-        text = choice.get("text")
-        return text if isinstance(text, str) else "", ()
-    text = delta.get("content")
-    others = [name for name, value in delta.items() if name != "content" and value not in (None, "", [])]
-    return text if isinstance(text, str) else "", others
 
 
 # -- whether, and with what request ----------------------------------------------------------------------------------
@@ -441,8 +443,10 @@ class Splice:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:
             return block + b"\n\n"
-        if not isinstance(event, dict) or event.get("error") is not None:
-            return block + b"\n\n"
+        if not isinstance(event, dict) or event.get("error"):
+            # Before all that was sent has come again, its client has no use for what ails this session.
+            self.mismatch = bool(self._repeated)
+            return b"" if self.mismatch else block + b"\n\n"
         choices = [choice for choice in event.get("choices") or () if isinstance(choice, dict)]
         has_news = not choices
         for choice in choices:
@@ -512,11 +516,15 @@ def _event(fields: Mapping[str, Any]) -> bytes:
 
 def _blocks(events: bytes) -> list[bytes]:
     """The events of `events`, without the empty lines between them."""
-    return [block for block in events.replace(b"\r\n", b"\n").split(b"\n\n") if block.strip()]
+    if b"\r" in events:
+        events = events.replace(b"\r\n", b"\n")
+    return [block for block in events.split(b"\n\n") if block and not block.isspace()]
 
 
 def _data_of(block: bytes) -> bytes | None:
     """The data of one event; None when it has none, or is the end marker."""
+    if block.startswith(b"data: {") and b"\n" not in block:
+        return block[6:]
     lines = [line[5:].lstrip(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
     data = b"\n".join(lines)
     return None if not lines or data == b"[DONE]" else data

@@ -26,18 +26,22 @@ class EventAnswer:
 
     def take(self, data: bytes) -> bytes:
         """Once per token: what may go to the client of what came."""
-        return self.passed(self.relay.feed(data))
-
-    def passed(self, events: bytes) -> bytes:
-        """Whole events as they go out."""
+        events = self.relay.feed(data)
         if self.splice is not None:
             events = self.splice.edit(events)
         if events:
-            self.sent(events)
+            self.last = events
+            if self.said is not None:
+                self.said.add(events)
         return events
 
+    def rest(self) -> bytes:
+        """What the relay held back, for a session that has said that it is done."""
+        rest = self.relay.rest()
+        return rest if self.splice is None else self.splice.edit(rest)
+
     def sent(self, events: bytes) -> None:
-        """Notes what goes out."""
+        """Notes events that went out with the head."""
         self.last = events
         if self.said is not None:
             self.said.add(events)
