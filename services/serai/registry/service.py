@@ -169,7 +169,7 @@ class Registry:
             self._send(SESSION.of(joined.session), encode(joined))  # It does not know yet.
 
     def on_status(self, message: Message) -> None:
-        """A sign of life; of another site, it may tell of a record that was missed."""
+        """A sign of life. A record that it tells of and that was missed shows in the owner's next beat."""
         status = self._read(SessionStatus, message)
         if status is None:
             return
@@ -265,15 +265,14 @@ class Registry:
         self._tell(BusCut())
 
     def _on_back(self) -> None:
-        """Nothing that was missed counts as silence, and KV and other sites may have changed meanwhile."""
+        """Nothing that was missed counts as silence, and other sites may have changed meanwhile. (So may KV: `storing`
+        finds that out by itself.)"""
         now = time.monotonic()
         if self._deaf_since_s is not None:
             self.replica.excuse(now - self._deaf_since_s, now)
             self._deaf_since_s = None
         self._tell(BusBack())
         self.federation.missed()
-        for session in self._stored_sessions():
-            self.storing.changed(session)
 
     def _on_loss(self, loss: Loss) -> None:
         if loss.reason is LossReason.DROPPED:

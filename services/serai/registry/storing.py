@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -115,15 +115,13 @@ class Storing:
         self._works()
         return True
 
-    async def supervising(self, read_again: Callable[[], object]) -> None:
+    async def supervising(self, read_again: Callable[[], Awaitable[None]]) -> None:
         """Looks after KV until it is cancelled. `read_again` is awaited as long as KV has not been read."""
         while True:
             await asyncio.sleep(SUPERVISE_EVERY_S * random.uniform(0.9, 1.1))
             await self.supervise()
             if not self.read:
-                waiting = read_again()
-                if asyncio.iscoroutine(waiting):
-                    await waiting
+                await read_again()
 
     async def supervise(self) -> None:
         """One look at KV's state."""
@@ -142,16 +140,16 @@ class Storing:
         if self._created is not None and state.created != self._created:
             self._rewrite("it was made anew")
         elif state.keys < expected:
-            self._rewrite(f"it has {state.keys} keys of {expected}")
+            self._rewrite("it has fewer keys than it should", keys=state.keys, expected=expected)
         self._created = state.created
 
-    def _rewrite(self, reason: str) -> None:
-        kind = reason.split(" keys")[0] if "keys" not in reason else "keys are missing"
-        KV_REWRITES.of(kind).add()
+    def _rewrite(self, reason: str, **figures: int) -> None:
+        KV_REWRITES.of(reason).add()
         self._stored.clear()
         for session in self._sessions():
             self.changed(session)
-        log.warning("registry.kv_rewritten", reason=reason, records=len(self._waiting), effect="none for requests")
+        effect = "everything is written again; requests do not notice"
+        log.warning("registry.kv_rewritten", reason=reason, records=len(self._waiting), effect=effect, **figures)
 
     def _failed(self, error: BusError) -> None:
         KV_FAILURES.of().add()
