@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", type=float, default=0.1, help="share of messages lost on the link (%(default)s)")
     parser.add_argument("--doubled", type=float, default=0.1, help="share that comes twice (%(default)s)")
     parser.add_argument("--reordered", type=float, default=0.1, help="share that comes late (%(default)s)")
+    parser.add_argument(
+        "--silent", action="store_true", help="packets vanish, instead of a link that is known to be cut"
+    )
     parser.add_argument("--registry-dies", action="store_true", help="one registry is killed in each cut, KV and all")
     parser.add_argument("--trace", type=int, default=TRACE_LINES, help="events shown of one seed (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the figures instead")
@@ -77,6 +80,7 @@ def _plan(arguments: argparse.Namespace) -> PartitionPlan:
         doubled=arguments.doubled,
         reordered=arguments.reordered,
         registry_dies=arguments.registry_dies,
+        silent=arguments.silent,
         scene=replace(plan.scene, agents=arguments.agents),
     )
 

@@ -23,6 +23,8 @@ _SESSION_PREFIX = SESSION.of("")
 START_WITHIN_S = 40.0
 HEAL_WITHIN_S = 90.0
 LIMIT_S = 600.0
+SERVER_PINGS_S = 30.0
+"""Two pings of 15 s that are not answered, as `cli.embedded_nats` configures its servers."""
 LOOK_EVERY_S = 0.25
 CALM_AFTER_S = 12.0
 """How long a healed system is watched: an agent repeats its record within so long."""
@@ -40,6 +42,8 @@ class PartitionPlan:
     reordered: float = 0.1
     churn_every_s: float = 4.0
     """Mean time between agents that leave and come back, at each site."""
+    silent: bool = False
+    """Packets vanish, and nobody is told: the servers find out by their pings. Else the link is known to be cut."""
     registry_dies: bool = False
     """One of the registries is killed in the cut, and comes back without its KV."""
     scene: Scene = field(default_factory=lambda: Scene(agents=3, ingresses=1, silence_grace_s=60.0))
@@ -143,7 +147,12 @@ class _Run:
         self.result.cut_s = chance.uniform(*plan.cut_s)
         self._note("the link is cut")
         self._cut_at_s = sites.loop.time()
-        link.cut()
+        if plan.silent:
+            link.freeze()
+            pings_unanswered_s = SERVER_PINGS_S * chance.uniform(1.0, 1.5)
+            noticing = sites.loop.call_later(pings_unanswered_s, link.cut)
+        else:
+            link.cut()
         await asyncio.sleep(self.result.cut_s / 2)
         if plan.registry_dies:
             await self._kill_registry(sites.sites[chance.randrange(2)])
@@ -151,6 +160,8 @@ class _Run:
         self._churning = False
         await asyncio.gather(*churns)
         self._note("the link is healed")
+        if plan.silent:
+            noticing.cancel()
         link.heal()
         self.result.heal_s = await sites.until_agreed(HEAL_WITHIN_S)
         self._note(f"equal views after {self.result.heal_s}")

@@ -255,9 +255,17 @@ class NatsLink:
         for lane in self._lanes.values():
             lane.clear()
 
+    def freeze(self) -> None:
+        """Nothing passes, and nobody is told: TCP keeps what is sent. Whoever does not heal it in time must `cut` it,
+        as servers do when their pings are not answered."""
+        for lane in self._lanes.values():
+            lane.freeze()
+
     def heal(self) -> None:
         self.up = True
         self.ends[0]._interest.epoch += 1
+        for lane in self._lanes.values():
+            lane.thaw()
 
     def other(self, server: SimulatedNats) -> SimulatedNats:
         return self.ends[1] if server is self.ends[0] else self.ends[0]
