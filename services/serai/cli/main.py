@@ -58,6 +58,7 @@ COMMANDS: Tree = {
         ),
         "faults": Command("serai.bench.simulate.faults", "the real services in virtual time under random faults"),
         "partition": Command("serai.bench.simulate.partition", "two sites whose link is cut and healed, many seeds"),
+        "fleet": Command("serai.bench.simulate.fleet", "ten thousand sessions and a hundred readers, with churn"),
     },
     "bench": {
         "overhead": Command("serai.bench.overhead", "latency added to the engine's own, per request rate"),

@@ -37,9 +37,10 @@ class LightAgent:
         model: str = "m",
         provider: str = "local",
         status_interval_s: float = 1.0,
+        bus_type: type[SimulatedBus] = SimulatedBus,
     ) -> LightAgent:
         """Connects, announces itself as serving, and goes on showing life."""
-        bus = await SimulatedBus.connect(nats, "agent", name=f"{site}-light-{number}")
+        bus = await bus_type.connect(nats, "agent", name=f"{site}-light-{number}")
         settings = AgentSettings(
             model=model,
             engine="emulated",
@@ -49,7 +50,8 @@ class LightAgent:
             provider=provider,
             status_interval_s=status_interval_s,
         )
-        agent = WorkerAgent(settings, ENGINES["emulated"], [], bus, Tracing("worker-agent", None, 0.0))
+        tracing = Tracing("worker-agent", None, 0.0)
+        agent = WorkerAgent(settings, ENGINES["emulated"], [], bus, tracing, connection=bus.name)
         light = cls(bus, agent)
         presence = agent.presence
         await presence.listen()
