@@ -33,6 +33,11 @@ def test_a_link_that_loses_a_third_of_all_records_only_takes_longer(seed: int) -
     assert result.holds, result.line
 
 
+def test_a_link_of_which_nobody_is_told_that_it_is_gone_fails_no_request_either() -> None:
+    result = partition_run(2, PartitionPlan(silent=True, cut_s=(15.0, 20.0)))
+    assert result.holds, result.line
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     plan = PartitionPlan(cut_s=(3.0, 4.0))
     assert partition_run(9, plan).line == partition_run(9, plan).line
