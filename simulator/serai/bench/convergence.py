@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Exit status 1 when the stand does not come up."""
     end_on_sigterm()
-    rounds = arguments.rounds or (1 if arguments.quick else _ROUNDS)
+    rounds = arguments.rounds
+    if rounds is None:
+        rounds = 1 if arguments.quick else _ROUNDS
+    if not 1 <= rounds <= 100:
+        sys.exit(f"--rounds must be from 1 to 100, not {rounds}")
     measured: dict[int, list[Write]] = {}
     try:
         for sessions in arguments.sessions:

@@ -94,7 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Exit status 1 when the stand does not come up."""
     end_on_sigterm()
-    count = arguments.failures or (_FAILURES_QUICK if arguments.quick else _FAILURES)
+    count = arguments.failures
+    if count is None:
+        count = _FAILURES_QUICK if arguments.quick else _FAILURES
     if not 1 <= count <= 1000:
         sys.exit(f"--failures must be from 1 to 1000, not {count}")
     chance = random.Random(arguments.seed)

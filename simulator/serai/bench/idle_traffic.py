@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Exit status 1 when the stand does not come up."""
     end_on_sigterm()
-    window_s = arguments.window_s or (_WINDOW_QUICK_S if arguments.quick else _WINDOW_S)
+    window_s = arguments.window_s
+    if window_s is None:
+        window_s = _WINDOW_QUICK_S if arguments.quick else _WINDOW_S
     if not 1 <= window_s <= 3600:
         sys.exit(f"--window-s must be from 1 to 3600, not {window_s:g}")
     try:
