@@ -16,6 +16,7 @@ from serai.worker_agent import allocation
 from serai.worker_agent.allocation import AllocationEnd, duration_s, remaining_s_in
 from serai.worker_agent.bounded_command import output_of
 from serai.worker_agent.command_line import parallelism_of
+from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.gpus import chosen, devices_in, visible_gpus
 from serai.worker_agent.settings import AgentSettings
 
@@ -170,3 +171,19 @@ def test_bad_labels_are_refused_by_name(words: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit):
         agent_settings(*words)
     assert "--label" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("python -m sglang.launch_server --model-path m", "sglang"),
+        ("sglang serve m", "sglang"),
+        ("/opt/env/bin/vllm serve m", "vllm"),
+        ("llama-server -m m.gguf", "llamacpp"),
+        ("my-server --port {port}", "openai"),
+    ],
+)
+def test_engines_are_recognised_by_their_command(command: str, kind: str) -> None:
+    engine = engine_of("auto", command.split())
+    assert engine.kind == kind
+    assert "4000" in " ".join(engine.with_address(command.split(), "127.0.0.1", 4000))
