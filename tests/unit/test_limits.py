@@ -70,6 +70,14 @@ def test_tokens_are_reserved_and_what_was_not_used_goes_back() -> None:
     assert refused(limits.reserve(["p"], Need(1), 0)).left == 0
 
 
+def test_a_bucket_never_holds_more_than_a_minutes_worth() -> None:
+    limits = limiter(tokens_per_minute=60)
+    running = reserved(limits.reserve(["p"], Need(60), 0))
+    assert limits.headers(["p"], 60)["x-ratelimit-remaining-tokens"] == "60"
+    running.release()
+    assert limits.headers(["p"], 60)["x-ratelimit-remaining-tokens"] == "60"
+
+
 def test_who_used_more_than_it_reserved_is_in_debt() -> None:
     limits = limiter(tokens_per_minute=60)
     reserved(limits.reserve(["p"], Need(10), 0)).settle(Need(100))

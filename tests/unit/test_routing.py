@@ -67,6 +67,17 @@ def test_least_loaded_never_picks_a_session_with_a_higher_load_when_all_requests
     assert policy.pick(M, candidates).load == min(owns)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_two_choices_are_two_different_ones(seed: int) -> None:
+    policy = LeastLoaded(random.Random(seed))
+    for pairs, less in (([(0, 4), (0, 3)], "s1"), ([(0, 3), (0, 4)], "s0")):
+        assert policy.pick(M, candidates_with(pairs)).record.session == less
+    three = candidates_with([(0, 3), (0, 4), (0, 5)])
+    picked = Counter(policy.pick(M, three).record.session for _ in range(60))
+    assert 30 <= picked["s0"] <= 50  # Two of three times it is one of the two.
+    assert set(picked) == {"s0", "s1"}
+
+
 @given(st.lists(st.tuples(loads, loads), min_size=2, max_size=6), st.integers(0, 99))
 def test_least_loaded_never_picks_the_worst_when_others_send_there_too(pairs: list[tuple[int, int]], seed: int) -> None:
     candidates = candidates_with(pairs)

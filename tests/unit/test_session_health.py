@@ -136,6 +136,30 @@ def test_a_trial_that_says_nothing_or_never_ends_does_not_keep_the_session_out()
     assert health.allowed("s0", 12 + SETTINGS.trial_s)
 
 
+def test_failures_of_requests_that_had_begun_before_do_not_keep_it_out_for_longer() -> None:
+    health = SessionHealth()
+    broken(health, "s0", 0)
+    tried(health, "s0", Outcome.FAILURE, SETTINGS.open_s - 1, 50)
+    assert health.allowed("s0", SETTINGS.open_s)
+
+
+def test_a_circuit_that_was_closed_again_starts_anew() -> None:
+    health = SessionHealth()
+    tried(health, "s0", Outcome.FAILURE, 0, 12)
+    tried(health, "s0", Outcome.SUCCESS, SETTINGS.open_s, SETTINGS.trials_needed)
+    tried(health, "s0", Outcome.FAILURE, SETTINGS.open_s)
+    assert health.allowed("s0", SETTINGS.open_s)
+
+
+def test_good_trials_before_a_bad_one_do_not_count() -> None:
+    health = SessionHealth()
+    broken(health, "s0", 0)
+    tried(health, "s0", Outcome.SUCCESS, 5, SETTINGS.trials_needed - 1)
+    tried(health, "s0", Outcome.FAILURE, 5)
+    tried(health, "s0", Outcome.SUCCESS, 15, SETTINGS.trials_needed - 1)
+    assert health.circuit("s0", 15) is Circuit.HALF_OPEN
+
+
 @given(st.integers(1, 7), st.sets(st.integers(0, 6)), st.floats(0, 200))
 def test_never_more_than_half_of_a_models_sessions_are_out(count: int, ill: set[int], later: float) -> None:
     health, fleet = SessionHealth(), [record_of(f"s{n}") for n in range(count)]

@@ -141,7 +141,7 @@ class RetryBudget:
 
     def on_request(self, model: str, now: float) -> None:
         """A request, on its first try. Only for models that exist: names come from clients."""
-        self._left[model] = (min(self._settings.reserve, self._level(model, now) + self._settings.share), now)
+        self._left[model] = (self._level(model, now) + self._settings.share, now)
 
     def take(self, model: str, verdict: Verdict, now: float) -> bool:
         """Takes what the retry costs; False when it is not to be had, and then the failure is final."""
