@@ -61,7 +61,8 @@ def test_a_killed_agent_ends_its_streams_with_an_error_and_the_other_takes_the_n
         killed_at_s = time.monotonic()
         next_answers.extend(chat(small_system) for _ in range(4))
 
-    data, ended_at_s = read_stream(small_system, LONG, 5, kill)
+    # With log probabilities, so that it cannot go on elsewhere.
+    data, ended_at_s = read_stream(small_system, LONG | {"logprobs": True}, 5, kill)
     assert_honest_end(data, "agent_left")
     assert ended_at_s - killed_at_s < 4
     assert [answer.status_code for answer in next_answers] == [200] * 4

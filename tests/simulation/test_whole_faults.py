@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from serai.contracts.codec import frame_bytes
-from serai.contracts.inference import FailureCode, FrameKind, ResponseEnd
+from serai.contracts.inference import FailureCode, FrameKind
 from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.ingress import calls
-from serai.ingress.inference_client import InferenceStream
+from serai.ingress.openai_format import SseRelay
 from serai.runtime.registry_replica import RegistryReplica
 from serai.simulator.whole.client import ChatClient, ChatRequest, Outcome
 from serai.simulator.whole.fault_run import FaultPlan, fault_run
@@ -129,15 +129,10 @@ def _violations(seed: int = 1, prepare: Callable[[SimulatedSystem], None] = lamb
 
 
 def test_an_ingress_that_takes_a_cut_stream_for_whole_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed_other = InferenceStream._feed_other
+    class Credulous(SseRelay):
+        done = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
 
-    def lie(self: InferenceStream, frame: Any) -> None:
-        feed_other(self, frame)
-        if self.failure is not None:
-            self.failure, self.end = None, ResponseEnd(0)
-
-    monkeypatch.setattr(InferenceStream, "_feed_other", lie)
-    monkeypatch.setattr(calls, "_unfinished", lambda: None)
+    monkeypatch.setattr(calls, "SseRelay", Credulous)
     kinds = (FaultKind.ENGINE_CUT, FaultKind.KILL_ENGINE)
     result = fault_run(1, FaultPlan(duration_s=20.0, fault_every_s=1.0, kinds=kinds))
     assert any("as if it were whole" in text for text in result.violations), result.line

@@ -181,6 +181,9 @@ class ChatConnection(asyncio.Protocol):
     # -- judging -------------------------------------------------------------------------------------------------
 
     def _take_event(self, event: bytes) -> None:
+        if event.startswith(b":"):
+            self._note(event[1:].decode().strip())
+            return
         data = event.removeprefix(b"data:").strip()
         result = self.result
         if data == b"[DONE]":
