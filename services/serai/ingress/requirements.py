@@ -17,6 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from serai.contracts.session_record import EngineParallelism, SessionRecord
@@ -229,6 +230,7 @@ def _version_met(
     return met
 
 
+@lru_cache(maxsize=1024)  # Sessions tell the same few, again and again.
 def read_version(text: str) -> tuple[tuple[int, ...], bool] | None:
     """Something that compares like versions do: 0.9 < 0.10rc1 < 0.10 = 0.10.0 = 0.10.0+cu128; None = it is none."""
     parts = _VERSION.fullmatch(text.strip())
