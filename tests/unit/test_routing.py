@@ -30,8 +30,10 @@ from serai.ingress.routing import (
     SessionSticky,
     UniformRandom,
     UnknownPolicy,
+    capacity,
     prompt_head,
     untried,
+    with_room,
 )
 from unit.fakes import record_of
 
@@ -389,6 +391,24 @@ def test_every_policy_picks_one_of_the_candidates(name: str, pairs: list[tuple[i
             assert picked in candidates
             policy.on_request_start(picked.record.session)
             policy.on_request_end(picked.record.session, whole=True)
+
+
+rooms = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+@given(rooms)
+def test_capacity_is_what_is_out_and_what_fits_beside_others(sessions: list[tuple[int, int, int]]) -> None:
+    candidates = [
+        Candidate(record_of(f"s{n}", concurrency_max=most), own, own + others, 0.0, own)
+        for n, (own, others, most) in enumerate(sessions)
+    ]
+    more = sum(max(0, most - own - others) for own, others, most in sessions)
+    assert capacity(candidates) == sum(own for own, _, _ in sessions) + more
+    roomy = [c for c, (own, others, most) in zip(candidates, sessions, strict=True) if own + others < most]
+    assert list(with_room(candidates)) == (roomy or candidates)
+    assert bool(roomy) == (more > 0)
+    assert capacity([*candidates, Candidate(record_of("unbounded"), 9, 9)]) is None
+    assert capacity([]) == 0
 
 
 fleets = st.lists(st.tuples(st.sampled_from("xy"), st.sampled_from("ab")), min_size=1, max_size=8).map(

@@ -514,6 +514,28 @@ class PolicyChoice:
         return self._policies[self._by_model.get(model, self._default)]
 
 
+def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Those that hold fewer requests than they accept; all, when none does, since then each may say so itself."""
+    found = [
+        candidate
+        for candidate in candidates
+        if not (most := candidate.record.metadata.concurrency_max) or candidate.own_in_flight + candidate.others < most
+    ]
+    return found or candidates
+
+
+def capacity(candidates: Sequence[Candidate]) -> int | None:
+    """How many requests of a model this ingress may have out at once: those it has, and the room that sessions have
+    left beside everybody's. None = no limit, since a session does not say how many it accepts."""
+    room = 0
+    for candidate in candidates:
+        most = candidate.record.metadata.concurrency_max
+        if not most:
+            return None
+        room += candidate.own_in_flight + max(0, most - candidate.own_in_flight - candidate.others)
+    return room
+
+
 def untried(records: Sequence[SessionRecord], tried: Sequence[SessionRecord]) -> Sequence[SessionRecord]:
     """The records a (further) try may go to: never a session twice, and another allocation where there is one."""
     if not tried:
