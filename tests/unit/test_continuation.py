@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serai.ingress import continuation
-from serai.ingress.continuation import CHAT_PATH, COMPLETIONS_PATH, Continuing, Splice, Transcript, Unsound, plan
+from serai.ingress.continuation import CHAT_PATH, COMPLETIONS_PATH, Continuing, plan
 from serai.ingress.openai_format import DONE, SseRelay
+from serai.ingress.sent_events import TEXT_CHARACTERS_MAX, Transcript, Unsound, usage_so_far
+from serai.ingress.splice import Splice
 from unit.fakes import record_of
 
 GREEDY = {"model": "m", "stream": True, "temperature": 0, "max_tokens": 50}
@@ -230,7 +232,7 @@ def test_a_prompt_that_is_not_one_text_is_not_continued(prompt: Any) -> None:
         [b"data: {nonsense\n\n"],
         [event({"error": {"message": "no"}})],
         [b"data: []\n\n"],
-        [delta(content="x" * (continuation.TEXT_CHARACTERS_MAX + 1))],
+        [delta(content="x" * (TEXT_CHARACTERS_MAX + 1))],
     ],
 )
 def test_a_stream_of_which_more_than_plain_text_was_sent_is_not_continued(events: list[bytes]) -> None:
@@ -393,7 +395,7 @@ def test_what_is_no_answer_passes_as_it_came() -> None:
 
 
 def test_the_usage_so_far_is_told_only_where_the_engine_told_it() -> None:
-    (told,) = read(continuation.usage_so_far(delta(content="a") + delta(usage(5, 2), content="b")))
+    (told,) = read(usage_so_far(delta(content="a") + delta(usage(5, 2), content="b")))
     assert (told["usage"], told["choices"], told["id"]) == (usage(5, 2), [], "a")
     for events in (b"", delta(content="a"), event({"choices": [], "usage": usage(5, 2)}), b"data: {x\n\n", DONE):
-        assert continuation.usage_so_far(events) == b""
+        assert usage_so_far(events) == b""

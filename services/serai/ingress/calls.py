@@ -16,7 +16,7 @@ from opentelemetry.trace import Span, SpanKind
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import continuation, metrics, retry
-from serai.ingress.continuation import Continuing, Transcript, Unsound
+from serai.ingress.continuation import Continuing
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, HttpRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
@@ -31,6 +31,7 @@ from serai.ingress.openai_format import (
     with_model,
 )
 from serai.ingress.routing import Ask, Candidate, Policy, untried
+from serai.ingress.sent_events import Transcript, Unsound, usage_so_far
 from serai.ingress.settings import IngressSettings
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -373,7 +374,7 @@ class Calls:
         metrics.BROKEN_STREAMS.labels(call.model, code).inc()
         log.warning("inference.broken_stream", request_id=call.request_id, session=call.tried[-1].session, code=code)
         self._count_tokens(call, answer.usage())
-        answer.out.end(continuation.usage_so_far(answer.last) + broken.error.event() + DONE)
+        answer.out.end(usage_so_far(answer.last) + broken.error.event() + DONE)
 
     # -- account -------------------------------------------------------------------------------------------------
 

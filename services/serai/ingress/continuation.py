@@ -1,32 +1,27 @@
 """Continues a stream that broke off on another session, from the text its client already has. Pure: bytes in, bytes
 out. docs/architecture.md says when the continued answer is exactly the one that would have come, and why.
 
-Three parts: a `Transcript` keeps a copy of what was sent; `plan` decides whether it is sound to go on, and what to
-ask; a `Splice` edits the events of the other session so that they fit behind those that were sent.
+A `Transcript` keeps a copy of what was sent; `plan` decides whether it is sound to go on, and what to ask; a `Splice`
+edits the events of the other session so that they fit behind those that were sent.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import orjson
-
 from serai.contracts.inference import FailureCode
 from serai.contracts.session_record import SessionRecord
+from serai.ingress.sent_events import Transcript, Unsound
+from serai.ingress.splice import Splice
 
 CONTINUATIONS_MAX = 2
 """Per request: an answer that kills its engines must not kill them all."""
 REPEATED_EVENTS = 8
 """So many events of text are asked for a second time and compared with what was sent."""
-TEXT_CHARACTERS_MAX = 1024 * 1024
-"""Longer answers are not kept, and so not continued."""
-_RAW_BYTES_MAX = 16 * 1024
-"""Kept as it came until there is so much of it: most answers end before anything of them is read."""
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 
@@ -39,10 +34,6 @@ class Continuing(StrEnum):
     """Those whose text does not depend on chance: temperature 0."""
     ALWAYS = "always"
     """Sampled ones too: a text that might have come, not the one that would have."""
-
-
-class Unsound(Exception):
-    """The stream cannot be continued; the text says why, for the log."""
 
 
 _SURVIVABLE = frozenset(
@@ -106,146 +97,6 @@ def is_worth_keeping(continuing: Continuing, record: SessionRecord, path: str, b
     if continuing is Continuing.OFF or path not in (CHAT_PATH, COMPLETIONS_PATH) or not is_replaceable(record):
         return False
     return continuing is Continuing.ALWAYS or _WAYS[record.metadata.engine].is_deterministic or b"temperature" in body
-
-
-# -- what was sent ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What all events of one stream have in common."""
-
-    id: Any
-    created: Any
-    model: Any
-    system_fingerprint: Any
-
-
-class Transcript:
-    """A copy of the events that went to the client. Reading them waits until there are many, or something breaks."""
-
-    __slots__ = (
-        "_blocks",
-        "_ends",
-        "_length",
-        "_raw",
-        "_raw_bytes",
-        "finished",
-        "head",
-        "problem",
-        "role_said",
-        "usage",
-    )
-
-    def __init__(self) -> None:
-        self._raw: list[bytes] = []
-        self._raw_bytes = 0
-        self._blocks: list[str] = []
-        self._ends = array("L")
-        self._length = 0
-        self.head: Head | None = None
-        self.role_said = False
-        self.finished = False
-        """A finish reason was sent."""
-        self.usage: dict[str, Any] | None = None
-        """The last one sent."""
-        self.problem = ""
-        """Why it cannot be continued, when what was sent says so."""
-
-    def add(self, events: bytes) -> None:
-        """Once per token: whole events that are being sent."""
-        self._raw.append(events)
-        self._raw_bytes += len(events)
-        if self._raw_bytes > _RAW_BYTES_MAX:
-            self.read()
-
-    def read(self) -> None:
-        """Brings all that is known of the stream up to date."""
-        data = b"".join(self._raw)
-        self._raw.clear()
-        self._raw_bytes = 0
-        if self.problem:
-            return
-        try:
-            for block in _blocks(data):
-                self._read_block(block)
-        except Unsound as reason:
-            self._give_up(str(reason))
-        self._blocks = ["".join(self._blocks)]
-
-    @property
-    def pieces(self) -> list[str]:
-        """The text of each event that had some, in order. Up to date after `read`."""
-        text = "".join(self._blocks)
-        begins = [0, *self._ends[:-1]]
-        return [text[begin:end] for begin, end in zip(begins, self._ends, strict=True)] if self._ends else []
-
-    def _give_up(self, reason: str) -> None:
-        self.problem = reason
-        self._blocks.clear()
-        self._ends = array("L")
-
-    def _read_block(self, block: bytes) -> None:
-        data = _data_of(block)
-        if data is None:
-            return
-        try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            raise Unsound("an event was sent that cannot be read") from None
-        if not isinstance(event, dict) or event.get("error"):
-            raise Unsound("an event was sent that is no part of an answer")
-        if self.head is None:
-            self.head = Head(*[event.get(name) for name in ("id", "created", "model", "system_fingerprint")])
-        if "usage" in event and isinstance(event["usage"], dict):
-            self.usage = event["usage"]
-        for choice in event.get("choices") or ():
-            self._read_choice(choice)
-
-    def _read_choice(self, choice: Any) -> None:
-        if not isinstance(choice, dict) or choice.get("index", 0) != 0 or choice.get("logprobs") is not None:
-            raise Unsound("an event with another choice, or with log probabilities, was sent")
-        delta = choice.get("delta")
-        if isinstance(delta, dict):
-            text = delta.get("content")
-            if len(delta) > 1 or text is None:
-                self._read_others(delta)
-        else:
-            text = choice.get("text")
-        if choice.get("finish_reason") is not None:
-            self.finished = True
-        if text:
-            self._take_text(text)
-
-    def _read_others(self, delta: Mapping[str, Any]) -> None:
-        said = [name for name, value in delta.items() if name != "content" and value not in (None, "", [])]
-        if "role" in said:
-            self.role_said = True
-            said.remove("role")
-        if said:
-            raise Unsound(f"something other than text was sent: {', '.join(said)}")
-
-    def _take_text(self, text: Any) -> None:
-        if not isinstance(text, str):
-            raise Unsound("a text was sent that is none")
-        self._length += len(text)
-        if self._length > TEXT_CHARACTERS_MAX:
-            raise Unsound(f"more than {TEXT_CHARACTERS_MAX} characters were sent")
-        self._blocks.append(text)
-        self._ends.append(self._length)
-
-
-def usage_so_far(events: bytes) -> bytes:
-    """An event with the usage until now, for a stream that ends broken behind `events`. Nothing unless its engine kept
-    telling it (`continuous_usage_stats`): a guess would be taken for a count."""
-    data = next((data for block in reversed(_blocks(events)) if (data := _data_of(block))), None)
-    try:
-        event = orjson.loads(data or b"null")
-    except orjson.JSONDecodeError:
-        return b""
-    if not isinstance(event, dict) or not isinstance(event.get("usage"), dict) or not event.get("choices"):
-        return b""
-    return _event(event | {"choices": []})
 
 
 # -- whether, and with what request ----------------------------------------------------------------------------------
@@ -404,131 +255,3 @@ def _continued(fields: Mapping[str, Any], way: _Way, text: str, tokens: int, *, 
             raise Unsound(f"`{name}` leaves nothing to say")
         edited[name] = limit - tokens
     return edited
-
-
-# -- the rest of the answer ------------------------------------------------------------------------------------------
-
-
-class Splice:
-    """Edits the events of the session that goes on: they get the head of the first stream, the repeated text and a
-    second role are taken out, and usage is told for the whole answer."""
-
-    __slots__ = ("_head", "_prompt_tokens", "_repeated", "_role_said", "_tokens", "mismatch", "usage")
-
-    def __init__(self, said: Transcript, repeated: str, tokens: int) -> None:
-        self._head = said.head
-        self._role_said = said.role_said
-        self._repeated = repeated
-        self._tokens = tokens
-        told = said.usage.get("prompt_tokens") if said.usage else None
-        self._prompt_tokens = told if isinstance(told, int) else None
-        self.mismatch = False
-        """It does not say what was sent already: nothing of it may reach the client."""
-        self.usage: dict[str, Any] | None = None
-        """The last one, corrected."""
-
-    def edit(self, events: bytes) -> bytes:
-        """Whole events in, whole events out."""
-        return b"".join([self._edit_block(block) for block in _blocks(events)])
-
-    def _edit_block(self, block: bytes) -> bytes:
-        if self.mismatch:
-            return b""
-        data = _data_of(block)
-        if data is None:
-            # `[DONE]`, or a comment. The end must not come before all that was sent has come again.
-            self.mismatch = bool(self._repeated) and _is_done(block)
-            return b"" if self.mismatch else block + b"\n\n"
-        try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            return block + b"\n\n"
-        if not isinstance(event, dict) or event.get("error"):
-            # Before all that was sent has come again, its client has no use for what ails this session.
-            self.mismatch = bool(self._repeated)
-            return b"" if self.mismatch else block + b"\n\n"
-        choices = [choice for choice in event.get("choices") or () if isinstance(choice, dict)]
-        has_news = not choices
-        for choice in choices:
-            has_news |= self._edit_choice(choice)
-        if isinstance(event.get("usage"), dict):
-            self._correct(event["usage"])
-        # With usage in each event, one without news says nothing that the next one does not say.
-        return b"" if self.mismatch or not has_news else self._with_head(event)
-
-    def _edit_choice(self, choice: dict[str, Any]) -> bool:
-        """Whether something is left to tell."""
-        finished = choice.get("finish_reason") is not None
-        delta = choice.get("delta")
-        place, name = (delta, "content") if isinstance(delta, dict) else (choice, "text")
-        text = place.get(name)
-        left = self._unsaid(text) if isinstance(text, str) else ""
-        if text:
-            place[name] = left
-        self.mismatch |= finished and bool(self._repeated)
-        if place is not delta:
-            return bool(left) or finished
-        if self._role_said:
-            place.pop("role", None)
-            if not left:
-                place.pop(name, None)
-        elif "role" in place:
-            self._role_said = True
-        return finished or any(value not in (None, "") for value in place.values())
-
-    def _unsaid(self, text: str) -> str:
-        """What is new of `text`."""
-        repeated = self._repeated
-        if not repeated:
-            return text
-        size = min(len(text), len(repeated))
-        if text[:size] != repeated[:size]:
-            self.mismatch = True
-            return ""
-        self._repeated = repeated[size:]
-        return text[size:]
-
-    def _correct(self, usage: dict[str, Any]) -> None:
-        """Tokens that were said and became prompt are no prompt. The total is right as it is."""
-        prompt, said = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if isinstance(prompt, int) and isinstance(said, int):
-            own_prompt = prompt - self._tokens if self._prompt_tokens is None else self._prompt_tokens
-            usage["prompt_tokens"] = max(0, own_prompt)
-            usage["completion_tokens"] = said + self._tokens
-            usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-        self.usage = usage
-
-    def _with_head(self, event: dict[str, Any]) -> bytes:
-        head = self._head
-        if head is not None:
-            for name in ("id", "created", "model", "system_fingerprint"):
-                if name in event:
-                    event[name] = getattr(head, name)
-        return _event(event)
-
-
-# -- SSE -------------------------------------------------------------------------------------------------------------
-
-
-def _event(fields: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(fields) + b"\n\n"
-
-
-def _blocks(events: bytes) -> list[bytes]:
-    """The events of `events`, without the empty lines between them."""
-    if b"\r" in events:
-        events = events.replace(b"\r\n", b"\n")
-    return [block for block in events.split(b"\n\n") if block and not block.isspace()]
-
-
-def _data_of(block: bytes) -> bytes | None:
-    """The data of one event; None when it has none, or is the end marker."""
-    if block.startswith(b"data: {") and b"\n" not in block:
-        return block[6:]
-    lines = [line[5:].lstrip(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
-    data = b"\n".join(lines)
-    return None if not lines or data == b"[DONE]" else data
-
-
-def _is_done(block: bytes) -> bool:
-    return b"[DONE]" in block

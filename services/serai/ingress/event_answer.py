@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serai.ingress.continuation import Splice, Transcript
 from serai.ingress.http_server import HttpRequest, HttpStream
 from serai.ingress.openai_format import ApiError, SseRelay
+from serai.ingress.sent_events import Transcript
+from serai.ingress.splice import Splice
 
 
 @dataclass(slots=True)
