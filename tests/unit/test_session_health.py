@@ -125,6 +125,21 @@ def test_a_bad_trial_opens_it_for_twice_as_long_up_to_a_limit() -> None:
     assert spans == [5, 10, 20, 40, 80, 120, 120, 120]
 
 
+def test_the_next_trial_waits_for_the_first_byte_of_the_one_before_and_not_for_its_end() -> None:
+    health = SessionHealth()
+    health.on_first_byte("s0")
+    broken(health, "s0", 0)
+    health.on_start("s0", 10)
+    assert not health.allowed("s0", 10)
+    health.on_first_byte("s0")
+    assert health.allowed("s0", 11)
+    health.on_start("s0", 11)
+    health.on_outcome("s0", Outcome.SUCCESS, 12)
+    assert health.circuit("s0", 12) is Circuit.HALF_OPEN
+    health.on_outcome("s0", Outcome.SUCCESS, 13)
+    assert health.circuit("s0", 13) is Circuit.CLOSED
+
+
 def test_a_trial_that_says_nothing_or_never_ends_does_not_keep_the_session_out() -> None:
     health = SessionHealth()
     broken(health, "s0", 0)

@@ -6,8 +6,8 @@ The rule in plain words:
   against it: it is left in peace for as long as its `Retry-After` says, within bounds. Any other 5xx, a lost
   connection and a silent engine speak against it.
 * `consecutive_max` failures in a row, or more than `rate_max` of the requests within the window, open its circuit: it
-  gets nothing for `open_s`, doubled each time in a row. Then one request at a time is let through on trial;
-  `trials_needed` good ones close the circuit, one bad one opens it again.
+  gets nothing for `open_s`, doubled each time in a row. Then one request at a time is let through on trial, the next
+  when the answer to the one before has begun; `trials_needed` good ones close the circuit, one bad one opens it again.
 * Never more than half of a model's sessions are out at a time, whatever they do: when all fail, it is not they.
 * Being busy is a wish, not a ban: when nobody else is left, the busy ones get the request and say so themselves.
 * A replica that fails fast always looks idle, and would get most of the work. So each failure counts as
@@ -133,6 +133,11 @@ class SessionHealth:
             health.circuit = Circuit.HALF_OPEN
             health.trial_since_s = now
 
+    def on_first_byte(self, session: str) -> None:
+        """An answer has begun. It may take minutes to end; the next trial need not wait for that."""
+        if session in self._noted:
+            self._sessions[session].trial_since_s = None
+
     def on_outcome(self, session: str, outcome: Outcome, now: float, retry_after_s: float | None = None) -> None:
         """How a request that was sent to `session` ended; once for each `on_start`."""
         health = self._sessions.get(session)
@@ -140,11 +145,10 @@ class SessionHealth:
             if outcome is Outcome.NOTHING:
                 return
             health = self._sessions[session] = _Health()
-        # A request from before the circuit opened may end a trial as well: its end is as good a witness.
-        trial, health.trial_since_s = health.trial_since_s is not None, None
+        health.trial_since_s = None
         match outcome:
             case Outcome.SUCCESS:
-                self._succeeded(session, health, trial, now)
+                self._succeeded(session, health, now)
             case Outcome.FAILURE:
                 self._failed(session, health, now)
             case Outcome.BUSY:
@@ -152,10 +156,11 @@ class SessionHealth:
             case Outcome.NOTHING:
                 pass
 
-    def _succeeded(self, session: str, health: _Health, trial: bool, now: float) -> None:
+    def _succeeded(self, session: str, health: _Health, now: float) -> None:
         health.outcomes.append((now, False))
         health.failures_in_row = health.busy_in_row = 0
-        if health.circuit is Circuit.HALF_OPEN and trial:
+        # A request from before the circuit opened may be the one that ends well: it is as good a witness.
+        if health.circuit is Circuit.HALF_OPEN:
             health.trials_passed += 1
             if health.trials_passed >= self._settings.trials_needed:
                 self._close(session, health)
