@@ -1,0 +1,174 @@
+"""Which session a try goes to, whether another is worth it, and what the end of each try teaches. Pure: takes `now`.
+
+It joins what is known: the registry copy (who may have requests at all), the caller's requirements, each session's
+health, the load, and the policy of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from serai.contracts.inference import InferenceFailure
+from serai.contracts.session_record import SessionRecord
+from serai.ingress import retry
+from serai.ingress.requirements import Providers, Requirements
+from serai.ingress.retry import RetryBudget, Verdict
+from serai.ingress.routing import Ask, Candidate, OwnShare, Policy, PolicyChoice, SessionSpeeds, untried, with_room
+from serai.ingress.session_health import Outcome, SessionHealth, of_failure, of_status
+from serai.runtime.registry_replica import RegistryReplica
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one call wants of whoever answers it."""
+
+    ask: Ask
+    requirements: Requirements = Requirements()
+    providers: Providers = Providers()
+
+
+class Attempt:
+    """One request at one session, counted from its start to its end, whatever ends it: use it with `with`."""
+
+    __slots__ = ("_chooser", "_now", "_outcome", "_policy", "_retry_after_s", "record", "whole")
+
+    def __init__(self, chooser: Chooser, policy: Policy, record: SessionRecord, now: Callable[[], float]) -> None:
+        self.record = record
+        self.whole = False
+        """Whether the session gave its whole answer."""
+        self._chooser = chooser
+        self._policy = policy
+        self._now = now
+        self._outcome = Outcome.NOTHING
+        self._retry_after_s: float | None = None
+
+    def __enter__(self) -> Attempt:
+        self._policy.on_request_start(self.record.session)
+        self._chooser.health.on_start(self.record.session, self._now())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        session = self.record.session
+        self._chooser.health.on_outcome(session, self._outcome, self._now(), self._retry_after_s)
+        self._policy.on_request_end(session, whole=self.whole)
+
+    def began(self) -> None:
+        """The first byte of the answer is there."""
+        self._chooser.health.on_first_byte(self.record.session)
+
+    def answered(self, status: int, retry_after_s: float | None = None) -> None:
+        """The session gave a whole answer."""
+        self._outcome, self._retry_after_s = of_status(status), retry_after_s
+        self.whole = True
+
+    def failed(self, failure: InferenceFailure) -> None:
+        """The session gave no whole answer."""
+        self._outcome, self._retry_after_s = of_failure(failure), failure.retry_after_s
+
+    def broke_off(self) -> None:
+        """The session's stream ended without being whole."""
+        self._outcome = Outcome.FAILURE
+
+
+class Chooser:
+    """One per ingress."""
+
+    def __init__(
+        self,
+        replica: RegistryReplica,
+        in_flight: Callable[[str], int],
+        policies: PolicyChoice,
+        speeds: SessionSpeeds,
+    ) -> None:
+        self.health = SessionHealth()
+        self.speeds = speeds
+        self._replica = replica
+        self._in_flight = in_flight
+        self._policies = policies
+        self._budget = RetryBudget()
+        self._share = OwnShare()
+
+    def fitting(self, wish: Wish, now: float) -> Sequence[SessionRecord]:
+        """The sessions that may answer at all."""
+        records: Sequence[SessionRecord] = self._replica.routable(wish.ask.model, now)
+        if wish.requirements.every:
+            records = wish.requirements.fitting(records)
+        if wish.providers.allowed is not None or wish.providers.denied:
+            records = wish.providers.permitted(records)
+        return records
+
+    def in_the_way(self, wish: Wish, now: float) -> str:
+        """Why none of the sessions that serve the model fits the wish; empty when nobody serves it."""
+        records = self._replica.routable(wish.ask.model, now)
+        unmet = wish.requirements.in_the_way(records)
+        if records and not wish.providers.permitted(records):
+            unmet.append("the providers that may answer")
+        return ", ".join(unmet)
+
+    def first_try(self, model: str, now: float) -> None:
+        """A request of `model`, which exists: it earns the model a part of a retry."""
+        self._budget.on_request(model, now)
+
+    def choose(
+        self, wish: Wish, records: Sequence[SessionRecord], tried: Sequence[SessionRecord], now: float
+    ) -> SessionRecord | None:
+        """One of `records` that was not tried yet; None when there is none."""
+        ready = untried(self.health.usable(records, now), tried) or untried(records, tried)
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        return self._policies.of(wish.ask.model).pick(wish.ask, with_room(self._candidates(ready, now))).record
+
+    def attempt(self, model: str, record: SessionRecord, clock: Callable[[], float]) -> Attempt:
+        """One try at `record`; the policy is the one that the model has now."""
+        return Attempt(self, self._policies.of(model), record, clock)
+
+    def again_after_status(
+        self, wish: Wish, tried: Sequence[SessionRecord], status: int, marked_safe: bool | None, now: float
+    ) -> Verdict:
+        """Whether another session is to be tried after an engine's whole answer."""
+        others = untried(self.fitting(wish, now), tried)
+        rested = self.health.rested(others, now)
+        return self._affordable(
+            wish, others, retry.after_status(status, len(tried), rested=rested, marked_safe=marked_safe), now
+        )
+
+    def again_after_failure(
+        self, wish: Wish, tried: Sequence[SessionRecord], failure: InferenceFailure, now: float
+    ) -> Verdict:
+        """Whether another session is to be tried after a failure of which the client has seen nothing."""
+        others = untried(self.fitting(wish, now), tried)
+        rested = self.health.rested(others, now)
+        return self._affordable(wish, others, retry.after_failure(failure, len(tried), rested=rested), now)
+
+    def retain(self, sessions: Collection[str], models: Collection[str], now: float) -> None:
+        """Forgets what is known of all sessions and models but these. To be called now and then."""
+        self.health.retain(sessions, now)
+        self.speeds.retain(sessions)
+        self._share.retain(sessions)
+        self._budget.retain(models)
+
+    def _affordable(self, wish: Wish, others: Sequence[SessionRecord], verdict: Verdict, now: float) -> Verdict:
+        if not verdict.again:
+            return verdict
+        if not others:
+            return Verdict(False, f"{verdict.reason}; there is nobody else")
+        if not self._budget.take(wish.ask.model, verdict, now):
+            return Verdict(False, f"{verdict.reason}; the model's retries are used up")
+        return verdict
+
+    def _candidates(self, records: Sequence[SessionRecord], now: float) -> list[Candidate]:
+        candidates = []
+        for record in records:
+            session = record.session
+            own, status = self._in_flight(session), self._replica.status(session)
+            penalty = self.health.load_penalty(session, now)
+            if status is None:
+                candidates.append(Candidate(record, own, 0, penalty))
+            else:
+                share = self._share.when_reported(session, status.sequence, own)
+                candidates.append(Candidate(record, own, status.in_flight, penalty, share))
+        return candidates

@@ -1,0 +1,139 @@
+"""Choosing: who may answer, who is asked next, and that each try is accounted for exactly once."""
+
+from __future__ import annotations
+
+import pytest
+
+from serai.contracts.inference import FailureCode, InferenceFailure
+from serai.contracts.session_record import SessionRecord
+from serai.contracts.status import SessionStatus
+from serai.ingress.choosing import Chooser, Wish
+from serai.ingress.requirements import read_providers, read_requirements
+from serai.ingress.routing import Ask, PolicyChoice, PolicyNeeds, SessionSpeeds
+from serai.ingress.session_health import HealthSettings
+from serai.runtime.registry_replica import RegistryReplica
+from unit.fakes import Clock, record_of
+
+NOW = 1000.0
+WISH = Wish(Ask("m"))
+FAILURE = InferenceFailure(FailureCode.ENGINE_CUT, "broke off")
+
+
+class Fleet:
+    """Sessions of model `m` that were all just heard, each in an allocation of its own."""
+
+    def __init__(self, *records: SessionRecord) -> None:
+        self.replica = RegistryReplica()
+        self.in_flight: dict[str, int] = {}
+        for record in records or [record_of(f"s{n}", allocation=f"a{n}") for n in range(3)]:
+            self.replica.merge(record, NOW, heard=True)
+            self.report(record.session, 0)
+        speeds = SessionSpeeds()
+        self.chooser = Chooser(
+            self.replica,
+            lambda session: self.in_flight.get(session, 0),
+            PolicyChoice("least-loaded", needs=PolicyNeeds(speeds=speeds)),
+            speeds,
+        )
+
+    def report(self, session: str, in_flight: int) -> None:
+        known, record = self.replica.status(session), self.replica.get(session)
+        assert record is not None
+        sequence = known.sequence + 1 if known else 1
+        self.replica.hear(
+            SessionStatus(session, sequence, record.lifecycle, record.version, 1.0, in_flight=in_flight), NOW
+        )
+
+    def choose(self, *tried: SessionRecord, wish: Wish = WISH) -> str | None:
+        record = self.chooser.choose(wish, self.chooser.fitting(wish, NOW), tried, NOW)
+        return record.session if record else None
+
+    def record(self, session: str) -> SessionRecord:
+        record = self.replica.get(session)
+        assert record is not None
+        return record
+
+    def fail(self, session: str, clock: Clock, times: int) -> None:
+        for _ in range(times):
+            with self.chooser.attempt("m", self.record(session), lambda: clock.now_s) as attempt:
+                attempt.failed(FAILURE)
+
+
+def test_the_least_loaded_is_chosen_and_never_one_that_was_tried() -> None:
+    fleet = Fleet()
+    fleet.in_flight.update(s0=2, s1=1, s2=3)
+    assert fleet.choose() == "s1"
+    assert fleet.choose(fleet.record("s1")) == "s0"
+    assert fleet.choose(*[fleet.record(f"s{n}") for n in range(3)]) is None
+
+
+def test_a_session_that_keeps_failing_is_left_out_while_others_are_well() -> None:
+    fleet, clock = Fleet(), Clock()
+    fleet.fail("s0", clock, HealthSettings().consecutive_max)
+    fleet.in_flight.update(s1=5, s2=5)
+    assert fleet.choose() in ("s1", "s2")
+    assert fleet.choose(fleet.record("s1"), fleet.record("s2")) == "s0", "better than nobody"
+
+
+def test_requirements_and_providers_leave_only_those_that_fit() -> None:
+    fleet = Fleet(
+        record_of("s0", context_tokens_max=8192, provider="cscs"),
+        record_of("s1", context_tokens_max=65536, provider="csc"),
+    )
+    long = Wish(Ask("m"), read_requirements("context>=32768"))
+    assert fleet.choose(wish=long) == "s1"
+    nobody = Wish(Ask("m"), read_requirements("context>=32768"), read_providers("cscs"))
+    assert fleet.choose(wish=nobody) is None
+    assert fleet.chooser.in_the_way(nobody, NOW) == "context>=32768"
+    assert fleet.chooser.in_the_way(Wish(Ask("m"), providers=read_providers("-cscs,-csc")), NOW) == (
+        "the providers that may answer"
+    )
+    assert fleet.chooser.in_the_way(Wish(Ask("unserved")), NOW) == ""
+
+
+def test_another_try_needs_somebody_else_and_a_budget() -> None:
+    fleet = Fleet(record_of("s0", allocation="a0"), record_of("s1", allocation="a1"))
+    first, second = fleet.record("s0"), fleet.record("s1")
+    again = fleet.chooser.again_after_failure
+    assert again(WISH, [first], FAILURE, NOW).again
+    verdict = again(WISH, [first, second], FAILURE, NOW)
+    assert (verdict.again, verdict.reason.rpartition("; ")[2]) == (False, "there is nobody else")
+    tried = 0
+    while fleet.chooser.again_after_status(WISH, [first], 502, None, NOW).again:
+        tried += 1
+        assert tried < 1000
+    assert 0 < tried < 50
+    assert "used up" in fleet.chooser.again_after_status(WISH, [first], 502, None, NOW).reason
+
+
+def test_a_busy_session_is_left_in_peace_for_as_long_as_it_asks() -> None:
+    fleet, clock = Fleet(record_of("s0", allocation="a0"), record_of("s1", allocation="a1")), Clock()
+    clock.now_s = NOW
+    with fleet.chooser.attempt("m", fleet.record("s0"), lambda: clock.now_s) as attempt:
+        attempt.answered(429, 5.0)
+    fleet.in_flight["s1"] = 50
+    assert fleet.choose() == "s1"
+    assert fleet.chooser.again_after_status(WISH, [fleet.record("s0")], 429, None, NOW).again
+    with fleet.chooser.attempt("m", fleet.record("s1"), lambda: clock.now_s) as attempt:
+        attempt.answered(429, 5.0)
+    assert not fleet.chooser.again_after_status(WISH, [fleet.record("s0")], 429, None, NOW).again
+
+
+def test_a_cancelled_try_says_nothing_of_its_session() -> None:
+    fleet, clock = Fleet(), Clock()
+    for _ in range(100):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            fleet.chooser.attempt("m", fleet.record("s0"), lambda: clock.now_s),
+        ):
+            raise KeyboardInterrupt
+    assert fleet.chooser.health.allowed("s0", clock.now_s)
+    assert fleet.choose() == "s0"
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    fleet, clock = Fleet(), Clock()
+    fleet.fail("s0", clock, 3)
+    assert len(fleet.chooser.health) == 1
+    fleet.chooser.retain({"s1", "s2"}, {"m"}, NOW)
+    assert len(fleet.chooser.health) == 0
