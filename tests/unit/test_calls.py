@@ -375,6 +375,16 @@ def test_a_stream_is_not_continued_where_that_would_not_help_or_not_be_sound(
     serve({"s1": [head(), data(SENT), error(code)], "s2": going_on(AGAIN, END)}, talk, fingerprint="f")
 
 
+def test_a_stream_is_not_continued_where_something_else_is_served(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        ingress.replica.merge(record_of("s2", version=2, fingerprint="other"), 1000.0, heard=True)
+        _, _, heard = await ask(client, body=PROMPT)
+        assert heard.startswith(SENT + b'data: {"error"')
+        assert bus.sessions_asked == ["s1"]
+
+    serve({"s1": BREAKS, "s2": going_on(AGAIN, END)}, talk, fingerprint="f")
+
+
 def test_a_stream_is_not_continued_when_its_time_is_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
         (handler,) = bus.handlers.values()
@@ -382,6 +392,7 @@ def test_a_stream_is_not_continued_when_its_time_is_up(serve: Serve, monkeypatch
         await answer_head(client[0])
         assert await answer_chunk(client[0]) == SENT
         monkeypatch.setattr("serai.ingress.calls.time", SimpleNamespace(monotonic=lambda: 1601.0))
+        ingress.replica.merge(record_of("s2", version=2, fingerprint="f"), 1601.0, heard=True)
         asked = bus.published[0].frames[0]
         handler(Message(bus.published[0].reply, encode_frames([Frame(FrameKind.ERROR, asked.stream, 1, 2, LEFT)])))
         assert b"agent_left" in await answer_chunk(client[0])

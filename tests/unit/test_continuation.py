@@ -119,16 +119,24 @@ def test_a_cut_is_only_where_a_tokenizer_cuts(words: list[str]) -> None:
     assert planned(CHAT, chat_said(*words))[0] == CHAT
 
 
-def test_at_least_as_much_is_repeated_as_the_longest_stop_string() -> None:
-    words = ["w", *WORDS]
-    asked, _ = planned(CHAT | {"stop": ["x", "y" * 60]}, chat_said(*words))
-    assert asked["messages"][-1]["content"] == "w w0 w1 w2"
+def test_a_text_with_stop_strings_begins_anew_since_engines_hold_back_what_may_become_one() -> None:
+    assert planned(CHAT | {"stop": ["x"]}, chat_said("w", *WORDS))[0] == CHAT | {"stop": ["x"]}
+
+
+def test_nothing_becomes_prompt_behind_a_character_that_may_be_several_tokens_where_tokens_are_limited() -> None:
+    words = ["w", *WORDS[:3], " \u00e9", *WORDS[3:]]
+    asked, _ = planned(CHAT, chat_said(*words))
+    assert (asked["messages"][-1]["content"], asked["max_tokens"]) == ("w w0 w1 w2", 46)
+    asked, _ = planned(CHAT | {"max_tokens": None}, chat_said(*words))
+    assert len(asked["messages"][-1]["content"]) > 20
+    told = said(*[delta(usage(5, 2 * n + 2), content=word) for n, word in enumerate(words)])
+    assert planned(CHAT, told)[0]["max_tokens"] == 50 - 2 * (len(words) - continuation.REPEATED_EVENTS)
 
 
 def test_tokens_that_were_said_count_against_the_limit_as_the_engine_told_them() -> None:
     told = said(*[delta(usage(5, 2 * n + 2), content=word) for n, word in enumerate(["w", *WORDS])])
     asked, _ = planned(CHAT, told)
-    assert asked["max_tokens"] == 50 - (42 - continuation.REPEATED_EVENTS)
+    assert asked["max_tokens"] == 50 - 2 * (21 - continuation.REPEATED_EVENTS)
 
 
 def test_a_completion_without_a_limit_has_the_engines_own() -> None:
@@ -147,7 +155,7 @@ SOUND = [
     {"logprobs": False, "top_logprobs": 0},
     {"response_format": {"type": "text"}},
     {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
-    {"stream_options": {"include_usage": True}, "seed": 7, "top_p": 0.5, "user": "u", "stop": "end"},
+    {"stream_options": {"include_usage": True}, "seed": 7, "top_p": 0.5, "user": "u"},
 ]
 UNSOUND = [
     {"n": 2},

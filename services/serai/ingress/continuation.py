@@ -126,18 +126,21 @@ def plan(continuing: Continuing, engine: str, path: str, body: bytes, said: Tran
     exact = way.is_deterministic or fields.get("temperature") == 0
     if pieces and not exact and continuing is not Continuing.ALWAYS:
         raise Unsound("its text depends on chance (temperature is not 0)")
-    stop = _longest_stop(fields)
-    if pieces and not exact and stop:
-        raise Unsound("a stop string may lie across the break")
-    kept = _kept_pieces(pieces, stop) if exact else len(pieces)
-    if chat and pieces and pieces[0][:1].isspace() and not way.keeps_leading_space:
-        if not exact:
-            raise Unsound("its text begins with a space, which the chat template would strip")
+    begins_with_space = chat and bool(pieces) and pieces[0][:1].isspace() and not way.keeps_leading_space
+    if pieces and not exact and (fields.get("stop") or begins_with_space):
+        raise Unsound("a stop string may lie across the break, or its first space would be lost")
+    limits = _limits(fields, way, chat=chat)
+    if not exact:
+        kept = len(pieces)
+    elif fields.get("stop") or begins_with_space:
+        # Engines hold text back that may become a stop string: what was sent is not where they were.
         kept = 0
+    else:
+        kept = _kept_pieces(pieces, _countable_pieces(said, pieces) if limits else len(pieces))
+    tokens = (said.counts[kept - 1] or kept) if kept else 0
     text, repeated = "".join(pieces[:kept]), "".join(pieces[kept:])
-    edited = _continued(fields, way, text, _tokens_in(said, kept, len(pieces)), chat=chat) if kept else fields
-    splice = Splice(said, repeated, _tokens_in(said, kept, len(pieces)))
-    return Plan(json.dumps(edited).encode(), splice)
+    edited = _continued(fields, way, text, chat=chat) | _less(limits, tokens) if kept else fields
+    return Plan(json.dumps(edited).encode(), Splice(said, repeated, tokens))
 
 
 def _neutral(*values: Any) -> Callable[[Any], bool]:
@@ -210,48 +213,46 @@ def _prompt(fields: Mapping[str, Any]) -> Any:
     return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
-def _longest_stop(fields: Mapping[str, Any]) -> int:
-    """Length of the longest stop string, in characters."""
-    stop = fields.get("stop")
-    strings = [stop] if isinstance(stop, str) else stop or []
-    return max((len(text) for text in strings if isinstance(text, str)), default=0)
+def _limits(fields: Mapping[str, Any], way: _Way, *, chat: bool) -> dict[str, Any]:
+    """What the request, or the engine in its stead, says of the answer's length."""
+    limits = {name: fields[name] for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None}
+    if not limits and not chat and way.completion_tokens_default is not None:
+        return {"max_tokens": way.completion_tokens_default}
+    return limits
 
 
-def _kept_pieces(pieces: Sequence[str], stop_characters: int) -> int:
-    """How many of the pieces become part of the prompt; the others are asked for again and compared.
+def _less(limits: Mapping[str, Any], tokens: int) -> dict[str, int]:
+    """The limits when so many tokens have been said."""
+    for name, limit in limits.items():
+        if not isinstance(limit, int) or limit <= tokens:
+            raise Unsound(f"`{name}` leaves nothing to say")
+    return {name: limit - tokens for name, limit in limits.items()}
 
-    The cut is where a tokenizer cuts whatever follows: behind a word, before a single space. At least as much is
-    repeated as the longest stop string: its beginning may have been sent, and only generated text is searched for it.
+
+def _countable_pieces(said: Transcript, pieces: Sequence[str]) -> int:
+    """Of how many pieces, from the first on, it is known how many tokens they are: all, if the engine told; else those
+    before the first with a character outside ASCII, which may be several tokens in one event."""
+    if all(said.counts):
+        return len(pieces)
+    return next((index for index, piece in enumerate(pieces) if not piece.isascii()), len(pieces))
+
+
+def _kept_pieces(pieces: Sequence[str], most: int) -> int:
+    """How many of the pieces become part of the prompt, at most `most`; the others are asked for again and compared.
+
+    The cut is where a tokenizer cuts whatever follows: behind a word, before a single space.
     """
-    repeated_characters = 0
-    for index in range(len(pieces) - 1, 0, -1):
-        repeated_characters += len(pieces[index])
-        if len(pieces) - index < REPEATED_EVENTS or repeated_characters < stop_characters:
-            continue
+    for index in range(min(most, len(pieces) - REPEATED_EVENTS), 0, -1):
         if pieces[index].startswith(" ") and not pieces[index - 1][-1].isspace():
             return index
     return 0
 
 
-def _tokens_in(said: Transcript, kept: int, pieces: int) -> int:
-    """Tokens in the first `kept` of `pieces` events with text: one each, unless the engine said how many there are;
-    then those at the end are still counted one each."""
-    told = said.usage.get("completion_tokens") if said.usage else None
-    return max(kept, told - (pieces - kept)) if isinstance(told, int) and kept else kept
-
-
-def _continued(fields: Mapping[str, Any], way: _Way, text: str, tokens: int, *, chat: bool) -> dict[str, Any]:
-    """The request with `text`, of so many tokens, already said."""
+def _continued(fields: Mapping[str, Any], way: _Way, text: str, *, chat: bool) -> dict[str, Any]:
+    """The request with `text` already said."""
     edited = dict(fields)
     if chat:
         edited |= {**way.chat_fields, "messages": [*fields["messages"], {"role": "assistant", "content": text}]}
     else:
         edited["prompt"] = _prompt(fields) + text
-    limits = {name: fields[name] for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None}
-    if not limits and not chat and way.completion_tokens_default is not None:
-        limits = {"max_tokens": way.completion_tokens_default}
-    for name, limit in limits.items():
-        if not isinstance(limit, int) or limit <= tokens:
-            raise Unsound(f"`{name}` leaves nothing to say")
-        edited[name] = limit - tokens
     return edited

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class Transcript:
         "_length",
         "_raw",
         "_raw_bytes",
+        "_told",
         "finished",
         "head",
         "problem",
@@ -51,6 +52,7 @@ class Transcript:
         self._blocks: list[str] = []
         self._ends = array("L")
         self._length = 0
+        self._told = array("L")
         self.head: Head | None = None
         self.role_said = False
         self.finished = False
@@ -88,10 +90,15 @@ class Transcript:
         begins = [0, *self._ends[:-1]]
         return [text[begin:end] for begin, end in zip(begins, self._ends, strict=True)] if self._ends else []
 
+    @property
+    def counts(self) -> Sequence[int]:
+        """How many tokens the engine said there were, at each of `pieces`; 0 where it said nothing."""
+        return self._told
+
     def _give_up(self, reason: str) -> None:
         self.problem = reason
         self._blocks.clear()
-        self._ends = array("L")
+        self._ends, self._told = array("L"), array("L")
 
     def _read_block(self, block: bytes) -> None:
         data = data_of(block)
@@ -105,12 +112,14 @@ class Transcript:
             raise Unsound("an event was sent that is no part of an answer")
         if self.head is None:
             self.head = Head(*[event.get(name) for name in ("id", "created", "model", "system_fingerprint")])
+        told: Any = 0
         if "usage" in event and isinstance(event["usage"], dict):
             self.usage = event["usage"]
+            told = self.usage.get("completion_tokens")
         for choice in event.get("choices") or ():
-            self._read_choice(choice)
+            self._read_choice(choice, told if isinstance(told, int) and told > 0 else 0)
 
-    def _read_choice(self, choice: Any) -> None:
+    def _read_choice(self, choice: Any, told: int) -> None:
         if not isinstance(choice, dict) or choice.get("index", 0) != 0 or choice.get("logprobs") is not None:
             raise Unsound("an event with another choice, or with log probabilities, was sent")
         delta = choice.get("delta")
@@ -123,7 +132,7 @@ class Transcript:
         if choice.get("finish_reason") is not None:
             self.finished = True
         if text:
-            self._take_text(text)
+            self._take_text(text, told)
 
     def _read_others(self, delta: Mapping[str, Any]) -> None:
         said = [name for name, value in delta.items() if name != "content" and value not in (None, "", [])]
@@ -133,7 +142,7 @@ class Transcript:
         if said:
             raise Unsound(f"something other than text was sent: {', '.join(said)}")
 
-    def _take_text(self, text: Any) -> None:
+    def _take_text(self, text: Any, told: int) -> None:
         if not isinstance(text, str):
             raise Unsound("a text was sent that is none")
         self._length += len(text)
@@ -141,6 +150,7 @@ class Transcript:
             raise Unsound(f"more than {TEXT_CHARACTERS_MAX} characters were sent")
         self._blocks.append(text)
         self._ends.append(self._length)
+        self._told.append(told)
 
 
 def usage_so_far(events: bytes) -> bytes:
