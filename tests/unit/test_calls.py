@@ -202,10 +202,42 @@ def test_an_engines_503_is_passed_on_when_no_other_session_is_left(serve: Serve,
     serve({session: whole(503, b"loading") for session in sessions}, talk)
 
 
+def test_a_busy_engine_costs_one_other_try_and_is_then_left_in_peace(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        assert (await ask(client))[0] == 200
+        assert bus.sessions_asked == ["s1", "s2"]
+        for _ in range(3):
+            assert (await ask(client))[0] == 200
+        assert bus.sessions_asked == ["s1"] + ["s2"] * 4
+
+    serve({"s1": whole(429, b"{}"), "s2": whole(200, b"{}")}, talk)
+
+
+def test_a_fleet_that_is_busy_is_asked_twice_per_request_at_most(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        assert (await ask(client))[0] == 429
+        assert len(bus.sessions_asked) == 2
+
+    serve({f"s{number}": whole(429, b"{}") for number in range(4)}, talk)
+
+
+def test_what_answered_is_told_and_what_was_demanded_is_kept(serve: Serve) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, headers, _ = await ask(client, "x-serai-providers: local")
+        assert (status, headers["x-serai-provider"], headers["x-serai-attempts"]) == (200, "local", "1")
+        status, _, body = await ask(client, "x-serai-providers: -local")
+        assert (status, told(body)["code"]) == (503, "requirements_not_met")
+        status, _, body = await ask(client, "x-serai-require: context>>1")
+        assert (status, told(body)["param"]) == (400, "x-serai-require")
+        assert bus.sessions_asked == ["s1"]
+
+    serve({"s1": whole(200, b"{}")}, talk)
+
+
 @pytest.mark.parametrize(
     ("says", "status"),
-    [(whole(429, b"{}"), 429), (whole(500, b"{}"), 500), ([error(FailureCode.ENGINE_SILENT)], 504)],
-    ids=["status 429", "status 500", "engine silent"],
+    [(whole(400, b"{}"), 400), (whole(500, b"{}"), 500), ([error(FailureCode.ENGINE_SILENT)], 504)],
+    ids=["status 400", "status 500", "engine silent"],
 )
 def test_what_another_session_could_not_do_better_is_final(serve: Serve, says: list[Part], status: int) -> None:
     async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:

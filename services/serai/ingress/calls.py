@@ -7,15 +7,16 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import orjson
 import structlog
 from opentelemetry.trace import Span, SpanKind
 
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import continuation, metrics, retry
+from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
 from serai.ingress.continuation import Continuing
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, HttpRequest
@@ -30,7 +31,15 @@ from serai.ingress.openai_format import (
     unknown_model,
     with_model,
 )
-from serai.ingress.routing import Ask, Candidate, Policy, untried
+from serai.ingress.requirements import (
+    PROVIDERS_HEADER,
+    REQUIRE_HEADER,
+    BadHeader,
+    read_providers,
+    read_requirements,
+)
+from serai.ingress.retry import Verdict
+from serai.ingress.routing import Ask, prompt_head
 from serai.ingress.sent_events import Transcript, Unsound, usage_so_far
 from serai.ingress.settings import IngressSettings
 from serai.runtime.bus import Bus
@@ -45,6 +54,9 @@ _TO_ENGINE = ("content-type", "accept")
 _HEADER_BYTES = range(1, 1024)
 """Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
 _TAIL_BYTES = 4096
+SESSION_KEY_CHARACTERS_MAX = 256
+FIRST_STATUS_TRIED_AGAIN = 429
+"""Answers below are the caller's to see, whatever else is known."""
 CLIENT_CLOSED_REQUEST = 499
 """Not sent, only counted: the client had left."""
 
@@ -61,6 +73,7 @@ class Call:
     headers: dict[str, str]
     started_s: float
     started_ns: int
+    wish: Wish
     traceparent: str = ""
     span: Span | None = None
     tried: list[SessionRecord] = field(default_factory=list)
@@ -76,7 +89,7 @@ class Calls:
         bus: Bus,
         copy: RegistryCopy,
         client: InferenceClient,
-        policy: Policy,
+        chooser: Chooser,
         tracing: Tracing,
     ) -> None:
         self._settings = settings
@@ -84,7 +97,7 @@ class Calls:
         self._copy = copy
         self._replica = copy.replica
         self._client = client
-        self._policy = policy
+        self._chooser = chooser
         self._tracing = tracing
         self._request_id_prefix = secrets.token_hex(8)
         self._request_numbers = itertools.count(1)
@@ -127,7 +140,8 @@ class Calls:
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
         path = request.path.rstrip("/")
-        call = Call(request_id, path, asked.model, asked.stream, request.body, to_engine, started_s, started_ns)
+        wish = self._wish(asked.model, request, request_id)
+        call = Call(request_id, path, asked.model, asked.stream, request.body, to_engine, started_s, started_ns, wish)
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
             call.span = self._tracing.start("ingress", parent, SpanKind.SERVER, started_ns)
@@ -136,35 +150,40 @@ class Calls:
             call.traceparent = parent.traceparent
         return call
 
+    def _wish(self, model: str, request: HttpRequest, request_id: str) -> Wish:
+        headers = request.headers
+        head = prompt_head(orjson.loads(request.body)) if self._chooser.reads_prompts(model) else b""
+        ask = Ask(model, head, headers.get("x-session-id", "")[:SESSION_KEY_CHARACTERS_MAX], request_id)
+        require, providers = headers.get(REQUIRE_HEADER), headers.get(PROVIDERS_HEADER)
+        if require is None and providers is None:
+            return Wish(ask)
+        try:
+            return Wish(ask, read_requirements(require), read_providers(providers))
+        except BadHeader as error:
+            raise ApiError(400, str(error), param=error.header, code="invalid_header") from None
+
     def _pick(self, call: Call) -> SessionRecord:
         """Hop 2: model → candidates → one session."""
         now = time.monotonic()
-        records = untried(self._replica.routable(call.model, now), call.tried)
-        if not records:
-            raise self._nobody(call.model, now)
-        return self._choose(call, records)
+        record = self._chooser.choose(call.wish, self._chooser.fitting(call.wish, now), call.tried, now)
+        if record is None:
+            raise self._nobody(call, now)
+        if not call.tried:
+            self._chooser.first_try(call.model, now)
+        return record
 
-    def _choose(self, call: Call, records: Sequence[SessionRecord]) -> SessionRecord:
-        if len(records) == 1:
-            return records[0]
-        candidates = [
-            Candidate(record, self._client.in_flight(record.session), status.in_flight if status else 0)
-            for record in records
-            for status in (self._replica.status(record.session),)
-        ]
-        return self._policy.pick(Ask(call.model, request_id=call.request_id), candidates).record
-
-    def _nobody(self, model: str, now: float) -> ApiError:
+    def _nobody(self, call: Call, now: float) -> ApiError:
+        model = call.model
         if not self._bus.connected:
             failure = InferenceFailure(FailureCode.BUS_LOST, "the gateway has lost its connection to NATS")
             return failure_error(failure)
+        if in_the_way := self._chooser.in_the_way(call.wish, now):
+            text = f"No session that serves `{model[:200]}` now meets what the request demands: {in_the_way}."
+            return ApiError(503, text, kind="overloaded_error", code="requirements_not_met", retry_after_s=5)
         if self._replica.knows_model(model) or not self._copy.synced:
             text = f"No session serves `{model[:200]}` at this moment."
             return ApiError(503, text, kind="overloaded_error", code="no_session", retry_after_s=5)
         return unknown_model(model, self._replica.models(now))
-
-    def _others(self, call: Call) -> bool:
-        return bool(untried(self._replica.routable(call.model, time.monotonic()), call.tried))
 
     # -- try -----------------------------------------------------------------------------------------------------
 
@@ -173,28 +192,36 @@ class Calls:
         while True:
             record = self._pick(call)
             call.tried.append(record)
-            tries = len(call.tried)
             stream = self._send(call, record, call.body)
-            self._policy.on_request_start(record.session)
-            try:
-                async with stream:
-                    head = await stream.head()
-                    verdict = retry.after_status(head.status, tries)
-                    if not (verdict.again and self._others(call)):
-                        broken = await self._relay(request, call, stream, head)
-                        break
-            except StreamFailed as failed:
-                metrics.FAILURES.labels(call.model, failed.failure.code).inc()
-                verdict = retry.after_failure(failed.failure, tries)
-                if not (verdict.again and self._others(call)):
-                    raise failure_error(failed.failure) from failed
-            finally:
-                self._policy.on_request_end(record.session, whole=stream.end is not None)
+            with self._chooser.attempt(call.model, record, time.monotonic) as attempt:
+                try:
+                    async with stream:
+                        head = await stream.head()
+                        attempt.began()
+                        verdict = self._again(call, head)
+                        if verdict is None:
+                            broken = await self._relay(request, call, stream, head, attempt)
+                            break
+                        attempt.answered(head.status, retry_after_s(head.headers))
+                except StreamFailed as failed:
+                    attempt.failed(failed.failure)
+                    metrics.FAILURES.labels(call.model, failed.failure.code).inc()
+                    verdict = self._chooser.again_after_failure(call.wish, call.tried, failed.failure, time.monotonic())
+                    if not verdict.again:
+                        raise failure_error(failed.failure) from failed
             metrics.RETRIES.labels(call.model).inc()
             log.info("inference.retry", request_id=call.request_id, session=record.session, reason=verdict.reason)
         if broken is not None:
             await self._go_on(call, broken)
         return head.status
+
+    def _again(self, call: Call, head: ResponseHead) -> Verdict | None:
+        """Why another session is tried, after an engine's whole answer; None when the answer is the client's."""
+        if head.status < FIRST_STATUS_TRIED_AGAIN:
+            return None
+        marked = retry.mark(head.headers)
+        verdict = self._chooser.again_after_status(call.wish, call.tried, head.status, marked, time.monotonic())
+        return verdict if verdict.again else None
 
     def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
         """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
@@ -215,17 +242,22 @@ class Calls:
     # -- relay ---------------------------------------------------------------------------------------------------
 
     async def _relay(
-        self, request: HttpRequest, call: Call, stream: InferenceStream, head: ResponseHead
+        self, request: HttpRequest, call: Call, stream: InferenceStream, head: ResponseHead, attempt: Attempt
     ) -> Broken | None:
         """Hop 7: the answer goes to the client, as a stream of events or in one piece. What broke off, if it did."""
         headers = head.headers
         headers["x-request-id"] = call.request_id
+        metadata = attempt.record.metadata
         headers["x-serai-session"] = stream.session
+        headers["x-serai-provider"] = metadata.provider
+        headers["x-serai-fingerprint"] = metadata.fingerprint
+        headers["x-serai-attempts"] = str(len(call.tried))
         if head.status == 200 and headers.get("content-type", "").startswith("text/event-stream"):
-            return await self._relay_events(request, call, stream, headers | _STREAM_HEADERS)
+            return await self._relay_events(request, call, stream, headers | _STREAM_HEADERS, attempt)
         body = await self._whole(stream)
         call.first_byte_s = time.monotonic()
         self._count_tokens(call, read_usage(body[-_TAIL_BYTES:]))
+        attempt.answered(head.status, retry_after_s(headers))
         request.respond(head.status, headers, body)
         return None
 
@@ -242,7 +274,7 @@ class Calls:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def _relay_events(
-        self, request: HttpRequest, call: Call, stream: InferenceStream, headers: dict[str, str]
+        self, request: HttpRequest, call: Call, stream: InferenceStream, headers: dict[str, str], attempt: Attempt
     ) -> Broken | None:
         """Events pass as they came."""
         relay = SseRelay()
@@ -253,18 +285,23 @@ class Calls:
         if first:
             call.first_byte_s = time.monotonic()
             answer.sent(first)
-        return await self._pass_events(call, stream, answer)
+        return await self._pass_events(call, stream, answer, attempt)
 
-    async def _pass_events(self, call: Call, stream: InferenceStream, answer: EventAnswer) -> Broken | None:
+    async def _pass_events(
+        self, call: Call, stream: InferenceStream, answer: EventAnswer, attempt: Attempt
+    ) -> Broken | None:
         """All that a session says of an answer, and the answer's end if that is whole; otherwise how it broke off."""
         self._relayed[stream.id] = answer.request
         error, survivable = _unfinished(), True
+        attempt.broke_off()  # Unless something else is found to be true below.
         try:
             await self._pump(call, stream, answer)
         except StreamFailed as failed:
+            attempt.failed(failed.failure)
             code = failed.failure.code
             error, survivable = failure_error(failed.failure), continuation.is_survivable(code)
         except (asyncio.CancelledError, ClientGone):
+            attempt.cancelled()
             self._count_tokens(call, answer.usage())
             raise
         finally:
@@ -272,6 +309,7 @@ class Calls:
         # What breaks off after the engine has said that it is done has lost nothing.
         rest = answer.rest() if answer.relay.done else b""
         if answer.relay.done and not answer.contradicted:
+            attempt.answered(200)
             self._count_tokens(call, answer.usage())
             answer.out.end(rest)
             return None
@@ -340,9 +378,9 @@ class Calls:
         now = time.monotonic()
         if now >= call.started_s + self._settings.request_timeout_s:
             return None
-        likes = [r for r in self._replica.routable(call.model, now) if continuation.can_replace(r, call.tried[0])]
-        records = untried(likes, call.tried)
-        return self._choose(call, records) if records else None
+        fitting = self._chooser.fitting(call.wish, now)
+        likes = [record for record in fitting if continuation.can_replace(record, call.tried[0])]
+        return self._chooser.choose(call.wish, likes, call.tried, now)
 
     async def _continue(
         self, call: Call, broken: Broken, record: SessionRecord, plan: continuation.Plan
@@ -352,21 +390,22 @@ class Calls:
         call.tried.append(record)
         log.info("inference.continued", request_id=call.request_id, session=record.session, after=broken.error.code)
         stream = self._send(call, record, plan.body)
-        self._policy.on_request_start(record.session)
-        try:
-            async with stream:
-                head = await stream.head()
-                if head.status != 200 or not head.headers.get("content-type", "").startswith("text/event-stream"):
-                    return Broken(answer, broken.error, survivable=True)
-                answer.out.send(b": serai continued on %s\n\n" % record.session.encode())
-                answer.relay, answer.splice = SseRelay(), plan.splice
-                return await self._pass_events(call, stream, answer)
-        except StreamFailed as failed:
-            metrics.FAILURES.labels(call.model, failed.failure.code).inc()
-            survivable = failed.failure.retry_safe or continuation.is_survivable(failed.failure.code)
-            return Broken(answer, broken.error, survivable)
-        finally:
-            self._policy.on_request_end(record.session, whole=stream.end is not None)
+        with self._chooser.attempt(call.model, record, time.monotonic) as attempt:
+            try:
+                async with stream:
+                    head = await stream.head()
+                    attempt.began()
+                    if head.status != 200 or not head.headers.get("content-type", "").startswith("text/event-stream"):
+                        attempt.answered(head.status, retry_after_s(head.headers))
+                        return Broken(answer, broken.error, survivable=True)
+                    answer.out.send(b": serai continued on %s\n\n" % record.session.encode())
+                    answer.relay, answer.splice = SseRelay(), plan.splice
+                    return await self._pass_events(call, stream, answer, attempt)
+            except StreamFailed as failed:
+                attempt.failed(failed.failure)
+                metrics.FAILURES.labels(call.model, failed.failure.code).inc()
+                survivable = failed.failure.retry_safe or continuation.is_survivable(failed.failure.code)
+                return Broken(answer, broken.error, survivable)
 
     def _end_broken(self, call: Call, broken: Broken) -> None:
         """One error event, then the end marker; before it the usage so far, if the engine told it."""

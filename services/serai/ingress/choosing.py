@@ -6,7 +6,7 @@ health, the load, and the policy of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -27,6 +27,12 @@ class Wish:
     ask: Ask
     requirements: Requirements = Requirements()
     providers: Providers = Providers()
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """How long an engine wants to be left in peace, in seconds; None when it does not say, or says a date."""
+    text = headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else None
 
 
 class Attempt:
@@ -73,6 +79,10 @@ class Attempt:
         """The session's stream ended without being whole."""
         self._outcome = Outcome.FAILURE
 
+    def cancelled(self) -> None:
+        """Its client left; that says nothing of the session."""
+        self._outcome = Outcome.NOTHING
+
 
 class Chooser:
     """One per ingress."""
@@ -91,6 +101,10 @@ class Chooser:
         self._policies = policies
         self._budget = RetryBudget()
         self._share = OwnShare()
+
+    def reads_prompts(self, model: str) -> bool:
+        """Whether the model's policy looks at the beginning of prompts."""
+        return self._policies.name(model) == "prefix-affine"
 
     def fitting(self, wish: Wish, now: float) -> Sequence[SessionRecord]:
         """The sessions that may answer at all."""

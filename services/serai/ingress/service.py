@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,11 +17,12 @@ import structlog
 from serai.ingress import metrics
 from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.calls import Calls
+from serai.ingress.choosing import Chooser
 from serai.ingress.http_server import ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
 from serai.ingress.model_listing import ModelListing
 from serai.ingress.openai_format import ApiError, unknown_model
-from serai.ingress.routing import POLICIES
+from serai.ingress.routing import PolicyChoice, PolicyNeeds, SessionSpeeds
 from serai.ingress.settings import IngressSettings
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -30,6 +33,7 @@ from serai.runtime.version import VERSION
 log = structlog.get_logger()
 
 KEYS_LOOK_EVERY_S = 2.0
+TIDY_EVERY_S = 30.0
 _JSON = {"content-type": "application/json"}
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, None]]
@@ -51,7 +55,10 @@ class Ingress:
             silence_timeout_s=settings.silence_timeout_s,
             on_unreachable=self.replica.unreachable,
         )
-        self._calls = Calls(settings, bus, self._copy, self._client, POLICIES[settings.policy](), tracing)
+        speeds = SessionSpeeds()
+        policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
+        self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)
+        self._calls = Calls(settings, bus, self._copy, self._client, self._chooser, tracing)
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._stopping = False
         self._routes: dict[tuple[str, str], Handler] = {
@@ -74,7 +81,7 @@ class Ingress:
         await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
         self._listing.body(time.monotonic())  # The first takes longest.
         async with asyncio.TaskGroup() as tasks:
-            working = [self._copy.run(), self._watching(), self._server.watching()]
+            working = [self._copy.run(), self._watching(), self._tidying(), self._server.watching()]
             if self._settings.keys_file is not None:
                 working.append(self._watching_keys())
             running = [tasks.create_task(work) for work in working]
@@ -107,6 +114,14 @@ class Ingress:
         await self._client.until_idle(self._settings.shutdown_s)
         if self._client.open_streams:
             log.warning("ingress.cut_short", streams=self._client.open_streams)
+
+    async def _tidying(self) -> None:
+        """What was learned of sessions and models that are gone is forgotten."""
+        while True:
+            await asyncio.sleep(TIDY_EVERY_S)
+            records = self.replica.records()
+            models = {record.metadata.model for record in records}
+            self._chooser.retain({record.session for record in records}, models, time.monotonic())
 
     async def _watching(self) -> None:
         while True:
@@ -234,5 +249,5 @@ def _respond_error(request: HttpRequest, error: ApiError) -> None:
     if error.request_id is not None:
         headers["x-request-id"] = error.request_id
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     request.respond(error.status, headers, error.body())
