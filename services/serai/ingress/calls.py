@@ -313,6 +313,8 @@ class Calls:
             self._count_tokens(call, answer.usage())
             answer.out.end(rest)
             return None
+        if answer.contradicted:
+            attempt.cancelled()  # By us: it answers, only not with the words of another.
         metrics.FAILURES.labels(call.model, error.code or "").inc()
         return Broken(answer, error, survivable)
 
