@@ -136,6 +136,17 @@ def test_the_list_is_kept_while_nothing_changes_and_made_anew_when_something_doe
     assert set(stage.models(everything=True)) == {"m", "renamed"}
 
 
+def test_who_hears_nothing_any_more_tells_states_of_then_and_ages_of_now() -> None:
+    stage = Stage()
+    stage.say("s1")
+    stage.say("s2", Lifecycle.JOIN)
+    body = stage.listing.body(stage.now + 60, judged_at_s=stage.now)
+    (entry,) = json.loads(body)["data"]
+    assert entry["sessions"] == {"serving": 1, "loading": 1}
+    assert entry["age_s"] == 60.0
+    assert stage.listing.entry("m", stage.now + 60, judged_at_s=stage.now) == entry
+
+
 steps = st.lists(
     st.tuples(
         st.sampled_from(["s1", "s2", "s3"]),

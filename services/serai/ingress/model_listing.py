@@ -54,12 +54,13 @@ class ModelListing:
         self._parts: dict[str, _Part] = {}
         self._bodies: dict[bool, tuple[int, float, bytes]] = {}
 
-    def body(self, now: float, *, everything: bool = False) -> bytes:
-        """The list of models that have a session which is not gone; with `everything`, of all that are known."""
+    def body(self, now: float, *, everything: bool = False, judged_at_s: float | None = None) -> bytes:
+        """The list of models that have a session which is not gone; with `everything`, of all that are known. States
+        are as of `judged_at_s` (None: now), when the observer last had ears; ages are as of now."""
         kept = self._bodies.get(everything)
         if kept is not None and kept[0] == self._replica.changes and 0 <= now - kept[1] < BODY_KEPT_S:
             return kept[2]
-        self._refresh(now)
+        self._refresh(now if judged_at_s is None else judged_at_s)
         entries = [
             b'%s,"age_s":%s}' % (part.text, _age(self._replica.heard_model_ago_s(model, now)))
             for model in sorted(self._traits)
@@ -70,9 +71,11 @@ class ModelListing:
         self._bodies[everything] = (self._replica.changes, now, body)
         return body
 
-    def entry(self, model: str, now: float, *, everything: bool = False) -> dict[str, Any] | None:
+    def entry(
+        self, model: str, now: float, *, everything: bool = False, judged_at_s: float | None = None
+    ) -> dict[str, Any] | None:
         """The entry of one model; None when it would not be in the list."""
-        self._refresh(now)
+        self._refresh(now if judged_at_s is None else judged_at_s)
         if model not in self._traits:
             return None
         part = self._part(model)

@@ -209,17 +209,20 @@ class Ingress:
     async def on_models(self, request: HttpRequest) -> None:
         """From the local copy of the registry, never by asking around."""
         self._holder(request)
-        now = self._copy.judged_at_s(time.monotonic())
-        request.respond(200, _JSON, self._listing.body(now, everything=_asks_for_all(request)))
+        now = time.monotonic()
+        judged_at_s = self._copy.judged_at_s(now)
+        body = self._listing.body(now, everything=_asks_for_all(request), judged_at_s=judged_at_s)
+        request.respond(200, _JSON, body)
 
     async def on_model(self, request: HttpRequest) -> None:
         """One model; its name may hold slashes."""
         self._holder(request)
-        now = self._copy.judged_at_s(time.monotonic())
+        now = time.monotonic()
+        judged_at_s = self._copy.judged_at_s(now)
         name = request.path.removeprefix("/v1/models/").rstrip("/")
-        entry = self._listing.entry(name, now, everything=_asks_for_all(request))
+        entry = self._listing.entry(name, now, everything=_asks_for_all(request), judged_at_s=judged_at_s)
         if entry is None:
-            raise unknown_model(name, self.replica.models(now))
+            raise unknown_model(name, self.replica.models(judged_at_s))
         _respond_json(request, 200, entry)
 
     def _holder(self, request: HttpRequest) -> str:
