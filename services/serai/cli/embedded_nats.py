@@ -115,13 +115,16 @@ class EmbeddedNats:
         users = "\n".join(self._user(role, *allowed) for role, allowed in permissions.items())
         domain = f', domain: "{self.domain}"' if self.domain else ""
         # Pings: the server, too, must notice within a minute that a client is gone without a word; its default is four.
+        # Who dials another server pings it always, and must give up a link that is cut in silence within 6 s: what TCP
+        # sends again comes at ever longer intervals, so an old connection heals up to as late again as the cut was long.
+        ping_s = 2 if self.leaf_remotes else 15
         self.config_file.write_text(
             f"""# Written by `serai up` at each start.
 server_name: "{self.server_name}"
 listen: 127.0.0.1:{port}
 max_payload: 8MB
 write_deadline: "5s"
-ping_interval: "15s"
+ping_interval: "{ping_s}s"
 ping_max: 2
 jetstream {{ store_dir: "{self.folder / "jetstream"}"{domain} }}
 accounts {{
