@@ -85,18 +85,15 @@ def listen(
 
 
 def set_fault(system: System, agent: Process, kind: str, tokens: int) -> None:
+    """Hits the agent's next request, and nothing that was set before does."""
+    clear_faults(system, agent)
     with system.engine(agent) as engine:
-        engine.delete("/emulator/faults").raise_for_status()
         engine.post("/emulator/faults", json={"kind": kind, "tokens": tokens, "count": 1}).raise_for_status()
 
 
-def until_at(agent: int, hear: Callable[[], Heard]) -> Heard:
-    """What is heard of a stream that began at the agent with this number."""
-    for _ in range(8):
-        heard = hear()
-        if heard.session.startswith(f"local-a{agent}-"):
-            return heard
-    raise AssertionError(f"no stream began at agent {agent}")
+def clear_faults(system: System, agent: Process) -> None:
+    with system.engine(agent) as engine:
+        engine.delete("/emulator/faults").raise_for_status()
 
 
 def metric(client: httpx2.Client, name: str) -> float:
@@ -126,22 +123,24 @@ def test_a_cut_stream_is_heard_as_if_it_had_not_been_cut(small_system: System, a
     for path in ASKED:
         for usage in USAGE.values():
             whole = listen(small_system, path, usage)
-            for tokens in (0, 1, 2, 7, 8, 9, 10, 11, 17, 25, TOKENS - 1):
-                set_fault(small_system, agents[0], "cut" if tokens % 2 else "no-done", tokens)
-                heard = until_at(0, lambda: listen(small_system, path, usage))  # noqa: B023
-                resumed += 1
+            for number, tokens in enumerate((1, 2, 7, 8, 9, 10, 11, 17, 25, TOKENS - 1)):
+                # Two of three, each time others: one that always fails would soon be asked no more.
+                clear_faults(small_system, agents[number % 3])
+                for other in (1, 2):
+                    set_fault(small_system, agents[(number + other) % 3], "cut" if tokens % 2 else "no-done", tokens)
+                heard = listen(small_system, path, usage)
                 assert heard.text == whole.text, tokens
                 assert heard.finish_reasons == whole.finish_reasons == ["length"]
                 assert heard.roles == whole.roles
                 assert heard.usages == whole.usages
+                assert [event.get("usage") for event in heard.events] == [event.get("usage") for event in whole.events]
                 assert len(heard.heads) == 1
                 assert heard.ends == 1
-                assert len(heard.comments) == 1 or tokens == 0
-                counts = [event.get("usage") for event in heard.events]
-                assert counts == [event.get("usage") for event in whole.events]
+                resumed += bool(heard.comments)
+    assert resumed >= 20
     with small_system.client() as client:
-        told = metric(client, "serai_ingress_continuations_total")
-        assert metric(client, 'serai_ingress_continuations_total{model="m",outcome="resumed"}') == told >= 60
+        assert metric(client, 'serai_ingress_continuations_total{model="m",outcome="resumed"}') == resumed
+        assert metric(client, "serai_ingress_continuations_total") == resumed
         assert metric(client, "serai_ingress_broken_streams_total") == 0
     assert_nothing_left(small_system, *agents)
 
