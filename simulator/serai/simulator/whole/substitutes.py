@@ -64,6 +64,10 @@ class OrderedSet(dict[T, None]):
         self.update(other)
         return self
 
+    def __and__(self, other: Iterable[T]) -> OrderedSet[T]:
+        there = frozenset(other)
+        return OrderedSet(item for item in self if item in there)
+
     def __sub__(self, other: Iterable[T]) -> OrderedSet[T]:
         gone = frozenset(other)
         return OrderedSet(item for item in self if item not in gone)
@@ -124,6 +128,7 @@ def _time_of(loop: VirtualLoop) -> SimpleNamespace:
 
 def _random_of(chance: Random) -> SimpleNamespace:
     return SimpleNamespace(
+        Random=lambda: Random(chance.random()),
         random=chance.random,
         uniform=chance.uniform,
         choice=chance.choice,
