@@ -588,3 +588,17 @@ async def test_a_cancel_lost_with_the_connection_is_said_again_for_a_while(gatew
     clock.advance(CANCELS_KEPT_S + 1)
     gateway.bus.reconnect()
     assert gateway.bus.take() == []
+
+
+@in_loop
+async def test_streams_of_a_session_whose_connection_closed_are_asked_after_at_once(
+    gateway: Gateway, clock: Clock
+) -> None:
+    async with gateway.stream("s5") as stream, gateway.stream("s6"):
+        gateway.bus.take()
+        gateway.client.ask_after("s5")
+        asked = gateway.bus.take()
+        assert [(message.subject, message.reply) for message in asked] == [("inference.s5", stream.reply)]
+        assert asked[0].frames[0].kind == FrameKind.CREDIT
+        gateway.client.ask_after("s7")
+        assert gateway.bus.take() == []

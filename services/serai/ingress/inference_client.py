@@ -396,6 +396,14 @@ class InferenceClient:
             elif silent_s > PROBE_AFTER_S:
                 stream.send_credit()
 
+    def ask_after(self, session: str) -> None:
+        """Asks after all streams at `session` now: where nobody is any more, NATS says so at once, and they need not
+        wait until their silence is noticed."""
+        for stream_id in tuple(self._by_session.get(session, ())):
+            stream = self._streams[stream_id]
+            if not stream.over:
+                stream.send_credit()
+
     def stalled(self, stall_s: float) -> list[InferenceStream]:
         """Streams whose client has taken nothing for `stall_s` seconds."""
         limit = time.monotonic() - stall_s

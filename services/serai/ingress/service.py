@@ -55,6 +55,7 @@ class Ingress:
             silence_timeout_s=settings.silence_timeout_s,
             on_unreachable=self.replica.unreachable,
         )
+        self._copy.on_connection_closed = self._client.ask_after
         speeds = SessionSpeeds()
         policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
         self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)

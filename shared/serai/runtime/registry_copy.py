@@ -102,6 +102,8 @@ class RegistryCopy:
         """Why the registry did not answer when last asked; empty = it did."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after whatever may have changed this copy."""
+        self.on_connection_closed: Callable[[str], None] = lambda session: None
+        """Called with each session whose connection the NATS server says has closed."""
         self.synced = False
         """Whether a snapshot has been merged since the start; until then "unknown" does not mean "not there"."""
 
@@ -185,6 +187,7 @@ class RegistryCopy:
                 continue
             if message.subject == DISCONNECTED.of_site(record.metadata.site):
                 self.replica.unreachable(session)
+                self.on_connection_closed(session)
             else:
                 self._refusals.note(FOREIGN_SUBJECT, f"another site's word on {session}", message.subject)
         self.on_change()
