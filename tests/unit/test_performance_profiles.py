@@ -55,6 +55,14 @@ def test_every_gpu_has_a_profile_and_a_stand_in_says_so(gpu: str, engine: str) -
         assert profile == shipped_profiles()[gpu, engine]
 
 
+def test_a_geforce_card_reaches_the_share_of_its_halved_peak_that_another_one_does() -> None:
+    profile, professional = profile_for("rtx-4090"), profile_for("rtx-pro-6000")
+    geforce = profile_for("rtx-3090", "kernels").efficiency
+    assert profile.efficiency == replace(professional.efficiency, linear_compute=geforce.linear_compute)
+    assert profile.overheads == professional.overheads
+    assert "not measured" in profile.provenance.note
+
+
 def test_the_nearest_family_stands_in() -> None:
     assert "h200-sxm-141 under vllm" in profile_for("gh200-144").provenance.note
     assert "h100-sxm-80 under vllm" in profile_for("gh200-96").provenance.note

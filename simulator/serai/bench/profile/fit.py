@@ -52,8 +52,9 @@ def fit_all(data: Path) -> Profiles:
     for profile in _fitted(data):
         found[profile.gpu, profile.engine] = profile
     found.update(_engines_on_kernels(found))
-    l20 = _l20(found[serving_logs.FITTED_GPU, serving_logs.ENGINE])
-    return found | {(l20.gpu, l20.engine): l20}
+    nearest = found[serving_logs.FITTED_GPU, serving_logs.ENGINE]
+    put_together = (_l20(nearest), _rtx_4090(nearest, found["rtx-3090", kernel_tables.ENGINE]))
+    return found | {(profile.gpu, profile.engine): profile for profile in put_together}
 
 
 def _fitted(data: Path) -> Iterator[LatencyProfile]:
@@ -78,6 +79,20 @@ def _l20(nearest: LatencyProfile) -> LatencyProfile:
     efficiency = replace(nearest.efficiency, link_bandwidth=0.6)
     note = f"factors of {nearest.gpu}; all-reduce at 0.6 of PCIe, set by EcoServe's prompt rate: not measured"
     return replace(nearest, gpu="l20", efficiency=efficiency, provenance=replace(nearest.provenance, note=note))
+
+
+def _rtx_4090(nearest: LatencyProfile, geforce: LatencyProfile) -> LatencyProfile:
+    """RTX 4090 under vLLM: the nearest measured GPU's factors, but the RTX 3090's share of the multiplication peak.
+
+    GeForce cards add BF16 products up in FP32 at half the rate of the professional boards with the same cores, and the
+    catalogue holds that halved peak. Cores that are held back so do not wait for operands or power: single large
+    products on the RTX 3090 reach 0.82 to 1.06 of its halved peak, while the RTX PRO 6000, with no such brake, reaches
+    0.68 of its whole one."""
+    efficiency = replace(nearest.efficiency, linear_compute=geforce.efficiency.linear_compute)
+    note = f"factors of {nearest.gpu}; matrix products as on {geforce.gpu}, whose peak is halved too: not measured"
+    sources = nearest.provenance.sources + geforce.provenance.sources
+    provenance = replace(nearest.provenance, sources=sources, note=note)
+    return on_gpu(replace(nearest, efficiency=efficiency, provenance=provenance), GPUS["rtx-4090"])
 
 
 def _engines_on_kernels(found: Profiles) -> Profiles:

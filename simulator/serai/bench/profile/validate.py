@@ -236,8 +236,8 @@ def _kernels(data: Path, profiles: Profiles, found: Findings) -> None:
 
 def _logs(data: Path, profiles: Profiles, found: Findings) -> None:
     say("request logs of RTX 4090 and RTX PRO 6000")
-    profile = profiles[serving_logs.FITTED_GPU, serving_logs.ENGINE]
     for log in serving_logs.load_logs(data):
+        profile = profiles[log.gpu, serving_logs.ENGINE]
         kind = "held out" if log.held_out else "fitted"
         name = f"log_tpot_mape_{_flat(log.gpu)}_{_flat(log.model.split('/')[-1])}"
         label = f"TPOT per request, {log.model} on {log.gpu}, {kind}"
