@@ -116,7 +116,7 @@ class EmbeddedNats:
         domain = f', domain: "{self.domain}"' if self.domain else ""
         # Pings: the server, too, must notice within a minute that a client is gone without a word; its default is four.
         # Who dials another server pings it always, and must give up a link that is cut in silence within 6 s: what TCP
-        # sends again comes at ever longer intervals, so an old connection heals up to as late again as the cut was long.
+        # sends again comes at ever longer intervals, so an old connection may stay mute as long again as the cut was.
         ping_s = 2 if self.leaf_remotes else 15
         self.config_file.write_text(
             f"""# Written by `serai up` at each start.
