@@ -29,7 +29,7 @@ from serai.bench.profile.engine_measuring import (
     first_model,
 )
 from serai.bench.profile.kernel_tables import Times, pass_s
-from serai.bench.profile.served_fit import DELAY_SHARE_MIXED, fit_served, predicted_tpot_ms
+from serai.bench.profile.served_fit import fit_served, predicted_tpot_ms
 from serai.bench.profile.serving_logs import LoggedRequest, segments
 from serai.performance.hardware import GPUS
 from serai.performance.latency_profile import LatencyProfile, Overheads, decode_profile, profile_for
@@ -134,7 +134,6 @@ def test_served_rows_made_by_a_profile_are_met_by_its_fit(tmp_path: Path) -> Non
     made = [replace(r, tpot_ms=predicted_tpot_ms(r, r.instance.with_profile(truth))) for r in rows]
     fitted = fit_served(made)["h100-sxm-80", "vllm"]
     assert fitted.provenance.rows_fitted == 8
-    assert fitted.serving.delay_share == DELAY_SHARE_MIXED
     errors = [predicted_tpot_ms(r, r.instance.with_profile(fitted)) / r.tpot_ms - 1 for r in made]
     assert max(map(abs, errors)) < 0.03
 
@@ -352,7 +351,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 def test_the_shipped_profiles_keep_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(validate, "--quick", "--json", "--data", str(DATA)) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
-    assert figures["tpot_mape_held_out"] <= 0.125
+    assert figures["tpot_mape_held_out"] <= 0.12
     assert figures["prefill_mape_held_out"] <= 0.15
     assert figures["speedup_error"] <= 0.06
     assert figures["placement_ratio"] <= 1.05

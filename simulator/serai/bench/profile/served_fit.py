@@ -1,8 +1,8 @@
 """Fits profiles to the served rows: what Hopper GPUs reach per operator class, and what each engine adds.
 
 All engines run on the same silicon, so each efficiency factor is one number shared by the engines plus a deviation of
-each, drawn to zero; overheads, and how many prompts go together, are each engine's own. That lets a model measured
-under one engine inform the others, which matters where an engine was measured on few models.
+each, drawn to zero; overheads and habits are each engine's own. That lets a model measured under one engine inform the
+others, which matters where an engine was measured on few models.
 """
 
 from __future__ import annotations
@@ -43,24 +43,20 @@ FACTORS = (
     Parameter("ridge_sharpness", 3.0, 0.05),
     Parameter("routing_evenness", 3.0, 1.0),
 )
-DEVIATION = 0.25
+DEVIATION = 0.2
 """How far an engine may stray from the shared factor, on the unbounded scale."""
 
 OVERHEADS = (
-    # Little room per step: what a model with experts adds to each belongs to its experts' layers, not to every model.
-    Parameter("step_s", 5e-4, 0.1),
+    Parameter("step_s", 5e-4, 0.5),
     Parameter("sequence_s", 1.5e-5, 1.0),
     Parameter("kernel_s", 4.5e-6, 0.4),
     Parameter("experts_layer_s", 3.5e-5, 0.5),
     Parameter("expert_s", 1e-7, 1.0),
     Parameter("all_reduce_s", 4.4e-6, 0.25),
 )
-HABITS = (Parameter("prompts_together", 1.5, 0.7),)
+HABITS = (Parameter("prompts_together", 1.5, 0.7), Parameter("delay_share", 0.9, 0.3))
 PROMPTS_FIRST = {"sglang"}
 """Engines whose default loop runs prompts in steps of their own; the others mix their chunks into decode steps."""
-DELAY_SHARE_MIXED, DELAY_SHARE_FIRST = 0.9, 0.5
-"""`ServingHabits.delay_share` by the engine's loop. Not fitted: rows of models with experts cannot tell it from the
-time of their prompts, and a stack fitted on such rows alone took a share that dense models then contradicted."""
 
 MEMORY = 0.1
 """How far a GPU's reached memory bandwidth may stray from the shared factors: little, since the share of the peak
@@ -95,7 +91,7 @@ class _Layout:
         gpu, engine = key
         offset = len(FACTORS) + STACKS.index(engine) * self.width
         memory = position[self.first_gpu + self.gpus.index(gpu)]
-        found = {"delay_share": DELAY_SHARE_FIRST if engine in PROMPTS_FIRST else DELAY_SHARE_MIXED}
+        found = {}
         for i, p in enumerate(FACTORS):
             added = memory if p.name in _MEMORY_FACTORS else 0.0
             found[p.name] = p.value(position[i] + position[offset + i] + added)
