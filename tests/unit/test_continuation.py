@@ -321,7 +321,7 @@ def test_a_long_stream_is_read_on_its_way_and_takes_little_room() -> None:
     words = [f" word{n}" for n in range(20_000)]
     for word in words:
         transcript.add(delta(content=word))
-    assert transcript._raw_bytes < 20_000
+    assert transcript._raw_bytes < 50_000
     assert len(transcript._blocks) < 300
     transcript.read()
     assert transcript.pieces == words
