@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from serai.contracts.codec import frame_bytes
 from serai.contracts.inference import FrameKind
-from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.outbox import TOKEN_GAP_S, Outbox
 from unit.fakes import FakeBus
 
 
@@ -96,5 +96,25 @@ def test_without_a_connection_frames_are_dropped_and_counted_and_nothing_is_kept
         outbox.ready(Queue("i.stream.1", 1).add(b"3"))
         await asyncio.sleep(0)
         assert [frame.payload for frame in bus.take_frames()] == [b"3"]
+
+    in_loop(test, FakeBus())
+
+
+def test_a_busy_outbox_joins_tokens_until_somebody_is_in_a_hurry() -> None:
+    async def test(bus: FakeBus, outbox: Outbox) -> None:
+        outbox.ready(Queue("i.stream.1", 1).add(b"first"), patient=True)
+        await asyncio.sleep(0)
+        assert [frame.payload for frame in bus.take_frames()] == [b"first"], "on an idle agent a token leaves at once"
+        outbox.ready(Queue("i.stream.1", 1).add(b"a"), patient=True)
+        outbox.ready(Queue("i.stream.2", 2).add(b"b"), patient=True)
+        await asyncio.sleep(0)
+        assert bus.published == []
+        outbox.ready(Queue("i.stream.3", 3).add(b"end"), at_once=True)
+        await asyncio.sleep(0)
+        assert [frame.payload for frame in bus.take_frames()] == [b"a", b"b", b"end"]
+        outbox.ready(Queue("i.stream.1", 1).add(b"c"), patient=True)
+        while not bus.published:
+            await asyncio.sleep(TOKEN_GAP_S / 4)
+        assert [frame.payload for frame in bus.take_frames()] == [b"c"]
 
     in_loop(test, FakeBus())

@@ -119,7 +119,7 @@ class Exchange:
         self.last_engine_byte_at_s = time.monotonic()
         self._pending.append(data)
         self.sent_bytes += len(data)
-        self._outbox.ready(self)
+        self._outbox.ready(self, patient=self.request.stream)
         if self.paused_at_s is None and self._unconfirmed_bytes() >= self.request.window_bytes and self.connection:
             self.paused_at_s = self.last_engine_byte_at_s
             self.connection.pause_reading()

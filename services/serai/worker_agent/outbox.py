@@ -1,7 +1,7 @@
 """Joins frames on their way out: whatever became ready in one turn of the event loop leaves in one NATS message.
 
-No timer and no added delay: on an idle agent a token leaves in the next turn; on a busy one the tokens of many
-streams share a message, which is what keeps the cost per token low.
+On an idle agent a token leaves in the next turn. On a busy one the tokens of many streams share a message, which is
+what keeps the cost per token low: between its first and its last frame, a stream's token waits up to `TOKEN_GAP_S`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ import structlog
 from serai.runtime.bus import Bus, BusDisconnected, split_by_size
 
 log = structlog.get_logger()
+
+
+TOKEN_GAP_S = 0.002
+"""Tokens leave at most so often. At 1,000 streams a sixth more tokens pass than with one millisecond; twice as long
+gains little more, and would begin to show."""
 
 
 class Source(Protocol):
@@ -32,6 +37,8 @@ class Outbox:
         self._bus = bus
         self._ready: dict[int, Source] = {}
         self._scheduled = False
+        self._later: asyncio.TimerHandle | None = None
+        self._flushed_at_s = 0.0
         self._at_once = False
         self.frames_dropped = 0
 
@@ -40,19 +47,30 @@ class Outbox:
         """Largest payload of a frame, so that its message is within the server's limit."""
         return self._bus.message_bytes_max - 1024
 
-    def ready(self, source: Source, *, at_once: bool = False) -> None:
+    def ready(self, source: Source, *, at_once: bool = False, patient: bool = False) -> None:
         """`source` has frames; they leave in the next turn of the loop, `at_once` also past the bus's own joining of
-        writes: for a frame that somebody waits for more than for the next token."""
+        writes: for a frame that somebody waits for more than for the next token. `patient` ones leave with the next
+        that are not, or when nothing has left for `TOKEN_GAP_S`."""
         self._ready[id(source)] = source
         if at_once:
             self._at_once = True
-        if not self._scheduled:
+        if self._scheduled or (patient and self._later is not None):
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._flushed_at_s + TOKEN_GAP_S - loop.time() if patient else 0.0
+        if wait_s > 0:
+            self._later = loop.call_later(wait_s, self.flush)
+        else:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
+            loop.call_soon(self.flush)
 
     def flush(self) -> None:
         """Sends everything that is ready now."""
         self._scheduled = False
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        self._flushed_at_s = asyncio.get_running_loop().time()
         ready, self._ready = self._ready, {}
         at_once, self._at_once = self._at_once, False
         by_ingress: dict[str, tuple[str, list[bytes]]] = {}

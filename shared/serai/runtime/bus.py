@@ -113,7 +113,7 @@ class Bus(Protocol):
 
     def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
         """Sends without waiting. Raises BusDisconnected or MessageTooLarge; then nothing was sent. On a busy
-        connection it shares a write with what follows within two milliseconds, unless it must go `at_once`."""
+        connection it shares a write with what follows within a millisecond, unless it must go `at_once`."""
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription: ...
 
