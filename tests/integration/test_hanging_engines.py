@@ -106,14 +106,17 @@ def test_a_frozen_engine_process_is_a_hang_and_its_thaw_ends_it(small_system: Sy
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_long_prefill_is_no_hang(small_system: System, streamed: bool) -> None:
-    # 20,000 tokens at the pace of 100,000 in 40 s.
-    agent = small_system.start_agent("--ttft-ms", "8000", "--tpot-ms", "20", "--fault", "slow:factor=0.01,count=1")
+    # 20,000 tokens at the pace of 100,000 in 40 s; SERAI_PREFILL_S=40 for all of them.
+    seconds = int(os.environ.get("SERAI_PREFILL_S", "8"))
+    fault = ("--fault", "slow:factor=0.01,count=1")
+    agent = small_system.start_agent("--ttft-ms", str(seconds * 1000), "--tpot-ms", "20", *fault)
     small_system.wait_for_sessions(1)
-    long = CHAT | {"stream": streamed, "max_tokens": 2, "messages": [{"role": "user", "content": "word" * 20_000}]}
+    prompt = "word" * (2500 * seconds)
+    long = CHAT | {"stream": streamed, "max_tokens": 2, "messages": [{"role": "user", "content": prompt}]}
     answers: list[httpx2.Response] = []
 
     def ask() -> None:
-        with small_system.client(60) as client:
+        with small_system.client(100) as client:
             answers.append(client.post("/v1/chat/completions", json=long))
 
     asking = threading.Thread(target=ask)
