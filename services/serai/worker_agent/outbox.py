@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 class Outbox:
-    """Collects sources that have frames; sends once per turn of the loop, one message per ingress."""
+    """Collects sources that have frames; sends what is ready together, one message per ingress."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

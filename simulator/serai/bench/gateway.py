@@ -239,8 +239,8 @@ def _without_samples(outcome: LoadOutcome) -> dict[str, Any]:
 
 
 def _table(names: Sequence[str], figures: Mapping[str, float]) -> list[list[str]]:
-    shown = (*[measure.figure for measure in MEASURES], "rss_mb", "errors")
-    shown = tuple([name for name in shown if any(figure.endswith(f"_{name}") for figure in figures)])
+    rows = [*[measure.figure for measure in MEASURES], "rss_mb", "errors"]
+    shown = [row for row in rows if any(f"{name}_{row}" in figures for name in names)]
     cells = [[figure, *[_cell(figures, f"{name}_{figure}") for name in names]] for figure in shown]
     return [["", *names], *cells]
 
