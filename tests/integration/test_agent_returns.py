@@ -77,6 +77,4 @@ def test_an_agent_that_was_away_too_long_ends_and_is_known_to_have_left(system: 
     assert "start again as a new session" in agent.log
     wait_for(lambda: system.sessions("patient") == 1, "the other one is there again", 15)
     assert patient.popen.poll() is None
-    with system.client() as client:
-        answer = client.get("/v1/models/m")
-    assert answer.status_code == 404 or not answer.json()["sessions"].get("serving")
+    wait_for(lambda: system.sessions("m") == 0, "all know that it has left", 5)

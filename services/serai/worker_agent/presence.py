@@ -28,6 +28,8 @@ log = structlog.get_logger()
 ANNOUNCE_TIMEOUT_S = 2.0
 ACKNOWLEDGED_WITHIN_S = 1.0
 REANNOUNCE_EVERY_S = 10.0
+LEAVE_WITHIN_S = 5.0
+LEAVE_AGAIN_AFTER_S = 0.2
 RETURN_SPREAD_S = 1.0
 """Agents that are back at the same moment announce themselves over so many seconds."""
 
@@ -123,27 +125,35 @@ class Presence:
             # Woken without a new version means: we are back after an absence, and nobody has heard us meanwhile.
             said_already = self.record.version != said_version
 
-    async def announce(self) -> None:
-        """Says our record once, and waits for the registry's answer for a while."""
+    async def announce(self) -> bool:
+        """Says our record once, and waits for the registry's answer for a while. Whether there was one."""
         record = self.record
         if self._silenced:
-            return
+            return False
         try:
             answer = await self._bus.request(SESSION.of(record.session), encode(record), ANNOUNCE_TIMEOUT_S)
             self._heed(answer.data)
             self._acknowledged_version = max(self._acknowledged_version, record.version)
             self._registry_answers = True
+            return True
         except BusError as error:
             if self._registry_answers:
                 log.warning("agent.not_acknowledged", error=str(error), effect="repeated until a registry answers")
             self._registry_answers = False
+            return False
 
     async def leave(self) -> None:
-        """Our last word."""
-        if self.record.lifecycle is not Lifecycle.LEFT:
-            self.record = self.record.advanced(Lifecycle.LEFT)
-            await self.announce()
-            log.info("agent.left", session=self.record.session)
+        """Our last word. A registry that answered before is given some seconds to come back and hear it: after NATS
+        was away, agents may be there again before registries are."""
+        if self.record.lifecycle is Lifecycle.LEFT:
+            return
+        self.record = self.record.advanced(Lifecycle.LEFT)
+        give_up_at_s = time.monotonic() + LEAVE_WITHIN_S
+        while not await self.announce():
+            if self._acknowledged_version < 0 or not self._bus.connected or time.monotonic() > give_up_at_s:
+                break
+            await asyncio.sleep(LEAVE_AGAIN_AFTER_S)
+        log.info("agent.left", session=self.record.session)
 
     def _on_acknowledged(self, message: Message) -> None:
         version = message.subject.rpartition(".")[2]
