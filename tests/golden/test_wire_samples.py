@@ -90,6 +90,7 @@ _METADATA = SessionMetadata(
     gpus=[GpuDevice("GPU-1b2c3d4e", "NVIDIA GH200 120GB", 102_625_181_696)],
     parallelism=EngineParallelism(4, 2, 3),
     kv_tokens_max=524_288,
+    endpoints=["/v1/chat/completions"],
     restart_count=1,
 )
 _RECORD = SessionRecord("alps-slurm-4711-1-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)

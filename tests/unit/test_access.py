@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serai.cli import main as cli
-from serai.ingress.access import Access, BadKeysFile, StoredKey, hashed, new_key, read_keys, write_keys
+from serai.ingress.access import Access, BadKeysFile, Caller, StoredKey, hashed, new_key, read_keys, write_keys
 
 
 @pytest.fixture
@@ -57,16 +57,16 @@ def test_a_key_is_known_by_the_bearer_header(keys_file: Path) -> None:
     key = new_key()
     write_keys(keys_file, [StoredKey("alice", hashed(key)), StoredKey("bob", hashed(new_key()))])
     access = Access(keys_file)
-    assert access.holder(f"Bearer {key}") == "alice"
-    assert access.holder(f"bearer  {key} ") == "alice"
+    assert access.caller(f"Bearer {key}") == Caller("alice")
+    assert access.caller(f"bearer  {key} ") == Caller("alice")
     stored_hash = hashed(key)
     for refused in (None, "", key, f"Basic {key}", f"Bearer {key}x", f"Bearer {stored_hash}", "Bearer ", "Bearer"):
-        assert access.holder(refused) is None
+        assert access.caller(refused) is None
 
 
 def test_without_a_file_everyone_may_ask() -> None:
     access = Access(None)
-    assert access.holder(None) == "anonymous"
+    assert access.caller(None) == Caller("anonymous")
     assert not access.refresh()
 
 
@@ -83,9 +83,9 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(keys_file: Pat
     access = Access(keys_file)
     assert not access.refresh()
     rewrite(keys_file, [StoredKey("a", hashed(second))])
-    assert access.holder(f"Bearer {first}") == "a"
+    assert access.caller(f"Bearer {first}") == Caller("a")
     assert access.refresh()
-    assert (access.holder(f"Bearer {first}"), access.holder(f"Bearer {second}")) == (None, "a")
+    assert (access.caller(f"Bearer {first}"), access.caller(f"Bearer {second}")) == (None, Caller("a"))
     assert not access.refresh()
 
 
@@ -99,7 +99,7 @@ def test_the_keys_read_before_stay_valid_when_the_file_breaks(keys_file: Path) -
     keys_file.unlink()
     with pytest.raises(BadKeysFile, match="cannot read the keys file"):
         access.refresh()
-    assert access.holder(f"Bearer {key}") == "a"
+    assert access.caller(f"Bearer {key}") == Caller("a")
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_keys_are_added_listed_and_removed_by_command(capsys: pytest.CaptureFixt
     assert code == 0
     key = shown.strip()
     assert serai(capsys, "keys", "add", "bob", file)[0] == 0
-    assert Access(keys_file).holder(f"Bearer {key}") == "alice"
+    assert Access(keys_file).caller(f"Bearer {key}") == Caller("alice")
     assert key not in keys_file.read_text()
     assert serai(capsys, "keys", "list", file) == (0, "alice\nbob\n", "")
     assert serai(capsys, "keys", "remove", "alice", file)[0] == 0
     assert serai(capsys, "keys", "list", file) == (0, "bob\n", "")
-    assert Access(keys_file).holder(f"Bearer {key}") is None
+    assert Access(keys_file).caller(f"Bearer {key}") is None
 
 
 @pytest.mark.parametrize(

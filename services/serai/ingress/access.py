@@ -24,6 +24,18 @@ class StoredKey:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the holder of a key, or a person who signed in."""
+
+    name: str
+    """Of the key, or of the person."""
+    project: str = ""
+
+
+ANONYMOUS = Caller("anonymous")
+
+
 class BadKeysFile(ValueError):
     """The text names the file, what is wrong and what to do."""
 
@@ -65,8 +77,8 @@ class Access:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._names: dict[bytes, str] = {}
-        self._valid: dict[str, str] = {}
+        self._callers: dict[bytes, Caller] = {}
+        self._valid: dict[str, Caller] = {}
         """Headers that were found valid since the file was read: hashing each again would be work for nothing."""
         self._read_at = (0, 0)
         if path is not None:
@@ -83,29 +95,26 @@ class Access:
         stamp = (facts.st_mtime_ns, facts.st_size)
         if stamp == self._read_at:
             return False
-        self._names = {bytes.fromhex(key.sha256): key.name for key in read_keys(self._path)}
+        self._callers = {bytes.fromhex(key.sha256): Caller(key.name) for key in read_keys(self._path)}
         self._valid.clear()
         self._read_at = stamp
         return True
 
-    def holder(self, authorization: str | None) -> str | None:
-        """The name of the key in an `Authorization: Bearer …` header; None when it is not one of ours.
+    def caller(self, authorization: str | None) -> Caller | None:
+        """Who holds the key in an `Authorization: Bearer …` header; None when it is not one of ours.
 
         The lookup is by hash, so its timing tells nothing about the keys.
         """
         if self._path is None:
-            return "anonymous"
+            return ANONYMOUS
         if not authorization:
             return None
-        name = self._valid.get(authorization)
-        if name is None:
-            name = self._look_up(authorization)
-        return name
+        return self._valid.get(authorization) or self._look_up(authorization)
 
-    def _look_up(self, authorization: str) -> str | None:
+    def _look_up(self, authorization: str) -> Caller | None:
         if authorization[:7].lower() != "bearer ":
             return None
-        name = self._names.get(sha256(authorization[7:].strip().encode()).digest())
-        if name is not None and len(self._valid) < VALID_HEADERS_MAX:
-            self._valid[authorization] = name
-        return name
+        caller = self._callers.get(sha256(authorization[7:].strip().encode()).digest())
+        if caller is not None and len(self._valid) < VALID_HEADERS_MAX:
+            self._valid[authorization] = caller
+        return caller

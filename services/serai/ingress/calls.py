@@ -7,17 +7,21 @@ import itertools
 import re
 import secrets
 import time
-from dataclasses import dataclass, field
 
 import orjson
 import structlog
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import SpanKind
 
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import continuation, metrics, retry
+from serai.ingress.access import Caller
+from serai.ingress.accounting import Accounting
+from serai.ingress.admission import Admission
+from serai.ingress.call import Call, Outcome
 from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
 from serai.ingress.continuation import Continuing
+from serai.ingress.endpoints import Endpoint
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, HttpRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
@@ -61,25 +65,6 @@ CLIENT_CLOSED_REQUEST = 499
 """Not sent, only counted: the client had left."""
 
 
-@dataclass(slots=True)
-class Call:
-    """One client's request on its way through this ingress."""
-
-    request_id: str
-    path: str
-    model: str
-    stream: bool
-    body: bytes
-    headers: dict[str, str]
-    started_s: float
-    started_ns: int
-    wish: Wish
-    traceparent: str = ""
-    span: Span | None = None
-    tried: list[SessionRecord] = field(default_factory=list)
-    first_byte_s: float = 0.0
-
-
 class Calls:
     """Answers inference requests. What it waits for is frames from agents and room at the client."""
 
@@ -91,6 +76,8 @@ class Calls:
         client: InferenceClient,
         chooser: Chooser,
         tracing: Tracing,
+        admission: Admission,
+        accounting: Accounting,
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -99,26 +86,32 @@ class Calls:
         self._client = client
         self._chooser = chooser
         self._tracing = tracing
+        self._admission = admission
+        self._accounting = accounting
         self._request_id_prefix = secrets.token_hex(8)
         self._request_numbers = itertools.count(1)
         self._continuing = Continuing(settings.continuing)
         self._relayed: dict[int, HttpRequest] = {}
 
-    async def answer(self, request: HttpRequest) -> None:
+    async def answer(self, request: HttpRequest, endpoint: Endpoint, caller: Caller) -> None:
         """Hops 1 to 8 of docs/request-path.md. Raises ApiError when there is no answer but an error."""
-        call = self._receive(request)
+        call = self._receive(request, endpoint, caller)
         status = CLIENT_CLOSED_REQUEST
         try:
-            status = await self._try_until_answered(request, call)
+            async with self._admission.admitted(call):
+                status = await self._try_until_answered(request, call)
         except ApiError as error:
             status = error.status
             error.request_id = call.request_id
+            call.outcome = Outcome.FAILED if call.tried else Outcome.REFUSED
+            call.error_code = error.code or ""
             raise
         except (asyncio.CancelledError, ClientGone):
+            call.outcome = Outcome.CANCELLED
             metrics.CANCELLED.labels(call.model).inc()
             raise
         finally:
-            self._account(call, status)
+            self._accounting.ended(call, status, time.monotonic())
 
     def abort_stalled(self) -> None:
         """Closes the connections of clients that have read nothing for too long."""
@@ -129,7 +122,7 @@ class Calls:
 
     # -- receive and pick ----------------------------------------------------------------------------------------
 
-    def _receive(self, request: HttpRequest) -> Call:
+    def _receive(self, request: HttpRequest, endpoint: Endpoint, caller: Caller) -> Call:
         """Hop 1. Raises ApiError naming the field that is wrong."""
         started_s, started_ns = time.monotonic(), time.time_ns()
         headers = request.headers
@@ -139,9 +132,18 @@ class Calls:
             request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
-        path = request.path.rstrip("/")
-        wish = self._wish(asked.model, request, request_id)
-        call = Call(request_id, path, asked.model, asked.stream, request.body, to_engine, started_s, started_ns, wish)
+        call = Call(
+            request_id=request_id,
+            endpoint=endpoint,
+            caller=caller,
+            model=asked.model,
+            stream=asked.stream,
+            body=request.body,
+            headers=to_engine,
+            started_s=started_s,
+            started_ns=started_ns,
+            wish=self._wish(asked.model, request, request_id),
+        )
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
             call.span = self._tracing.start("ingress", parent, SpanKind.SERVER, started_ns)
@@ -256,7 +258,8 @@ class Calls:
             return await self._relay_events(request, call, stream, headers | _STREAM_HEADERS, attempt)
         body = await self._whole(stream)
         call.first_byte_s = time.monotonic()
-        self._count_tokens(call, read_usage(body[-_TAIL_BYTES:]))
+        call.usage = read_usage(body[-_TAIL_BYTES:])
+        call.outcome = Outcome.COMPLETE
         attempt.answered(head.status, retry_after_s(headers))
         request.respond(head.status, headers, body)
         return None
@@ -302,7 +305,7 @@ class Calls:
             error, survivable = failure_error(failed.failure), continuation.is_survivable(code)
         except (asyncio.CancelledError, ClientGone):
             attempt.cancelled()
-            self._count_tokens(call, answer.usage())
+            call.usage = answer.usage()
             raise
         finally:
             self._relayed.pop(stream.id, None)
@@ -310,7 +313,8 @@ class Calls:
         rest = answer.rest() if answer.relay.done else b""
         if answer.relay.done and not answer.contradicted:
             attempt.answered(200)
-            self._count_tokens(call, answer.usage())
+            call.usage = answer.usage()
+            call.outcome = Outcome.COMPLETE
             answer.out.end(rest)
             return None
         if answer.contradicted:
@@ -390,6 +394,7 @@ class Calls:
         """One session's part of an answer that others began. None when the answer is whole now."""
         answer = broken.answer
         call.tried.append(record)
+        call.resumed += 1
         log.info("inference.continued", request_id=call.request_id, session=record.session, after=broken.error.code)
         stream = self._send(call, record, plan.body)
         with self._chooser.attempt(call.model, record, time.monotonic) as attempt:
@@ -414,44 +419,9 @@ class Calls:
         code, answer = broken.error.code or "", broken.answer
         metrics.BROKEN_STREAMS.labels(call.model, code).inc()
         log.warning("inference.broken_stream", request_id=call.request_id, session=call.tried[-1].session, code=code)
-        self._count_tokens(call, answer.usage())
+        call.usage = answer.usage()
+        call.outcome, call.error_code = Outcome.TRUNCATED, code
         answer.out.end(usage_so_far(answer.last) + broken.error.event() + DONE)
-
-    # -- account -------------------------------------------------------------------------------------------------
-
-    def _count_tokens(self, call: Call, usage: dict[str, object] | None) -> None:
-        if not usage:
-            return
-        for kind in ("prompt", "completion"):
-            count = usage.get(f"{kind}_tokens")
-            if isinstance(count, int) and count > 0:
-                metrics.TOKENS.of(call.model, kind).add(count)
-
-    def _account(self, call: Call, status: int) -> None:
-        """Hop 8: whatever happened is counted once."""
-        now = time.monotonic()
-        model = call.model if call.tried else "unknown"
-        metrics.REQUESTS.of(model, str(status)).add()
-        metrics.DURATION.of(model).observe(now - call.started_s)
-        if call.first_byte_s:
-            metrics.TTFT.of(model).observe(call.first_byte_s - call.started_s)
-        if call.span is not None:
-            self._end_span(call, call.span, status, now)
-
-    def _end_span(self, call: Call, span: Span, status: int, now: float) -> None:
-        span.set_attributes(
-            {
-                "gen_ai.operation.name": "chat" if call.path.endswith("/chat/completions") else "text_completion",
-                "gen_ai.request.model": call.model,
-                "http.response.status_code": status,
-                "serai.request_id": call.request_id,
-                "serai.tries": len(call.tried),
-                "serai.session": call.tried[-1].session if call.tried else "",
-            }
-        )
-        if call.first_byte_s:
-            span.add_event("first byte", timestamp=call.started_ns + round((call.first_byte_s - call.started_s) * 1e9))
-        span.end(call.started_ns + round((now - call.started_s) * 1e9))
 
 
 def _unfinished() -> ApiError:

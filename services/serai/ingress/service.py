@@ -15,9 +15,12 @@ import prometheus_client
 import structlog
 
 from serai.ingress import metrics
-from serai.ingress.access import Access, BadKeysFile
+from serai.ingress.access import Access, BadKeysFile, Caller
+from serai.ingress.accounting import Accounting
+from serai.ingress.admission import Admission
 from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
+from serai.ingress.endpoints import ENDPOINTS
 from serai.ingress.http_server import ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
 from serai.ingress.model_listing import ModelListing
@@ -59,12 +62,11 @@ class Ingress:
         speeds = SessionSpeeds()
         policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
         self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)
-        self._calls = Calls(settings, bus, self._copy, self._client, self._chooser, tracing)
+        self._calls = Calls(settings, bus, self._copy, self._client, self._chooser, tracing, Admission(), Accounting())
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._stopping = False
         self._routes: dict[tuple[str, str], Handler] = {
-            ("POST", "/v1/chat/completions"): self.on_inference,
-            ("POST", "/v1/completions"): self.on_inference,
+            **{("POST", path): self.on_inference for path in ENDPOINTS},
             ("GET", "/v1/models"): self.on_models,
             ("GET", "/health"): self.on_ready,
             ("GET", "/health/live"): self.on_live,
@@ -176,10 +178,10 @@ class Ingress:
 
     async def on_inference(self, request: HttpRequest) -> None:
         """Hop 1 begins here: docs/request-path.md."""
-        self._holder(request)
+        caller = self._caller(request)
         if self._stopping:
             raise ApiError(503, "This gateway is stopping.", kind="server_error", code="stopping", retry_after_s=1)
-        await self._calls.answer(request)
+        await self._calls.answer(request, ENDPOINTS[request.path.rstrip("/")], caller)
 
     async def on_live(self, request: HttpRequest) -> None:
         """The process runs; says nothing of agents."""
@@ -209,7 +211,7 @@ class Ingress:
 
     async def on_models(self, request: HttpRequest) -> None:
         """From the local copy of the registry, never by asking around."""
-        self._holder(request)
+        self._caller(request)
         now = time.monotonic()
         judged_at_s = self._copy.judged_at_s(now)
         body = self._listing.body(now, everything=_asks_for_all(request), judged_at_s=judged_at_s)
@@ -217,7 +219,7 @@ class Ingress:
 
     async def on_model(self, request: HttpRequest) -> None:
         """One model; its name may hold slashes."""
-        self._holder(request)
+        self._caller(request)
         now = time.monotonic()
         judged_at_s = self._copy.judged_at_s(now)
         name = request.path.removeprefix("/v1/models/").rstrip("/")
@@ -226,14 +228,14 @@ class Ingress:
             raise unknown_model(name, self.replica.models(judged_at_s))
         _respond_json(request, 200, entry)
 
-    def _holder(self, request: HttpRequest) -> str:
+    def _caller(self, request: HttpRequest) -> Caller:
         authorization = request.headers.get("authorization")
-        holder = self._access.holder(authorization)
-        if holder is None:
+        caller = self._access.caller(authorization)
+        if caller is None:
             given = "is not known here" if authorization else "is missing"
             text = f"The API key {given}. Send it as `Authorization: Bearer sk-serai-…`."
             raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
-        return holder
+        return caller
 
 
 def _asks_for_all(request: HttpRequest) -> bool:

@@ -87,6 +87,8 @@ class SessionMetadata:
     parallelism: EngineParallelism = EngineParallelism()
     kv_tokens_max: int = 0
     """Size of the engine's KV cache, in tokens; 0 = unknown."""
+    endpoints: list[str] = field(default_factory=list)
+    """Paths below the engine's root that the agent found it to serve (`/v1/embeddings`); empty = not known."""
     restart_count: int = 0
     """How often the batch system has requeued the allocation."""
 

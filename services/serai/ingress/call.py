@@ -1,0 +1,60 @@
+"""One client's request on its way through this ingress, and what is known of it in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from opentelemetry.trace import Span
+
+from serai.contracts.session_record import SessionRecord
+from serai.ingress.access import Caller
+from serai.ingress.choosing import Wish
+from serai.ingress.endpoints import Endpoint
+
+
+class Outcome(StrEnum):
+    """How a call ended; one of these, whatever happened."""
+
+    COMPLETE = "complete"
+    REFUSED = "refused"
+    """Answered with an error before any session had it: bad input, no room, no session, over a limit."""
+    FAILED = "failed"
+    """Answered with an error after a session had it."""
+    TRUNCATED = "truncated"
+    """A stream that broke off, and ended with an error event."""
+    CANCELLED = "cancelled"
+    """The client left."""
+
+
+@dataclass(slots=True)
+class Call:
+    """Made when its head and body have been read; `Accounting.ended` sees it last."""
+
+    request_id: str
+    endpoint: Endpoint
+    caller: Caller
+    model: str
+    stream: bool
+    body: bytes
+    headers: dict[str, str]
+    """Those that go to the engine."""
+    started_s: float
+    started_ns: int
+    """The same moment, since the epoch: for records and traces only."""
+    wish: Wish
+    traceparent: str = ""
+    span: Span | None = None
+    tried: list[SessionRecord] = field(default_factory=list)
+    first_byte_s: float = 0.0
+    queued_s: float = 0.0
+    resumed: int = 0
+    """How often a broken stream went on at another session."""
+    usage: dict[str, object] | None = None
+    """The engine's last word on tokens, in its own names (`prompt_tokens`, …)."""
+    outcome: Outcome = Outcome.REFUSED
+    error_code: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.endpoint.path
