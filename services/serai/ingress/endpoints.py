@@ -1,28 +1,70 @@
-"""The inference endpoints: their paths, what kind of body they take, and what they are called in traces. Pure.
+"""The inference endpoints: their paths, what kind of body they take, how their streams end. Pure.
 
 What is not in this table is not proxied. Everything else of a request is between client and engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Dialect(StrEnum):
+    """Whose words an endpoint speaks: the form of its errors, how its streams end, and what keeps them alive."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+    RESPONSES = "responses"
+
+
+class Body(StrEnum):
+    """What a request carries."""
+
+    JSON = "json"
+    MULTIPART = "multipart"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One path that is sent on to engines."""
+    """One thing engines are asked for."""
 
     path: str
     operation: str
     """`gen_ai.operation.name`, by the GenAI conventions where they have a name for it."""
     streams: bool = False
     """Whether `stream: true` makes it answer with events."""
+    dialect: Dialect = Dialect.OPENAI
+    body: Body = Body.JSON
+    also: tuple[str, ...] = ()
+    """Other paths of the same thing, here and at engines."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, *self.also)
+
+    def path_at(self, served: Collection[str]) -> str | None:
+        """What it is called at an engine that serves these paths; None when that has it not. Nothing known of an
+        engine (no paths at all): its own name."""
+        if not served:
+            return self.path
+        return next((path for path in self.paths if path in served), None)
 
 
-ENDPOINTS: dict[str, Endpoint] = {
-    endpoint.path: endpoint
-    for endpoint in (
-        Endpoint("/v1/chat/completions", "chat", streams=True),
-        Endpoint("/v1/completions", "text_completion", streams=True),
-    )
-}
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint("/v1/chat/completions", "chat", streams=True),
+    Endpoint("/v1/completions", "text_completion", streams=True),
+    Endpoint("/v1/embeddings", "embeddings"),
+    Endpoint("/v1/responses", "chat", streams=True, dialect=Dialect.RESPONSES),
+    Endpoint("/v1/messages", "chat", streams=True, dialect=Dialect.ANTHROPIC),
+    Endpoint("/v1/messages/count_tokens", "count_tokens", dialect=Dialect.ANTHROPIC),
+    Endpoint("/v1/rerank", "rerank", also=("/rerank", "/v2/rerank")),
+    Endpoint("/v1/score", "score", also=("/score",)),
+    Endpoint("/v1/classify", "classify", also=("/classify",)),
+    Endpoint("/tokenize", "tokenize", also=("/v1/tokenize",)),
+    Endpoint("/detokenize", "detokenize", also=("/v1/detokenize",)),
+    Endpoint("/v1/audio/transcriptions", "transcribe", streams=True, body=Body.MULTIPART),
+    Endpoint("/v1/audio/translations", "translate", streams=True, body=Body.MULTIPART),
+)
+
+BY_PATH: dict[str, Endpoint] = {path: endpoint for endpoint in ENDPOINTS for path in endpoint.paths}

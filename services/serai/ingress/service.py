@@ -20,7 +20,7 @@ from serai.ingress.accounting import Accounting
 from serai.ingress.admission import Admission
 from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
-from serai.ingress.endpoints import ENDPOINTS
+from serai.ingress.endpoints import BY_PATH
 from serai.ingress.http_server import ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
 from serai.ingress.model_listing import ModelListing
@@ -66,7 +66,7 @@ class Ingress:
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._stopping = False
         self._routes: dict[tuple[str, str], Handler] = {
-            **{("POST", path): self.on_inference for path in ENDPOINTS},
+            **{("POST", path): self.on_inference for path in BY_PATH},
             ("GET", "/v1/models"): self.on_models,
             ("GET", "/health"): self.on_ready,
             ("GET", "/health/live"): self.on_live,
@@ -181,7 +181,7 @@ class Ingress:
         caller = self._caller(request)
         if self._stopping:
             raise ApiError(503, "This gateway is stopping.", kind="server_error", code="stopping", retry_after_s=1)
-        await self._calls.answer(request, ENDPOINTS[request.path.rstrip("/")], caller)
+        await self._calls.answer(request, BY_PATH[request.path.rstrip("/")], caller)
 
     async def on_live(self, request: HttpRequest) -> None:
         """The process runs; says nothing of agents."""
