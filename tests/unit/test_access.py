@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from serai.cli import main as cli
-from serai.ingress.access import Access, BadKeysFile, Caller, StoredKey, hashed, new_key, read_keys, write_keys
+from serai.ingress.access import (
+    ANONYMOUS,
+    Access,
+    BadKeysFile,
+    Caller,
+    StoredKey,
+    hashed,
+    new_key,
+    read_keys,
+    write_keys,
+)
 
 
 @pytest.fixture
@@ -21,6 +31,10 @@ def serai(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     code = cli.main(words)
     shown = capsys.readouterr()
     return code, shown.out, shown.err
+
+
+def holder(name: str) -> Caller:
+    return Caller(name, scopes=(f"key:{name}", "project:default"))
 
 
 def test_keys_are_long_recognisable_and_never_the_same() -> None:
@@ -57,8 +71,8 @@ def test_a_key_is_known_by_the_bearer_header(keys_file: Path) -> None:
     key = new_key()
     write_keys(keys_file, [StoredKey("alice", hashed(key)), StoredKey("bob", hashed(new_key()))])
     access = Access(keys_file)
-    assert access.caller(f"Bearer {key}") == Caller("alice")
-    assert access.caller(f"bearer  {key} ") == Caller("alice")
+    assert access.caller(f"Bearer {key}") == holder("alice")
+    assert access.caller(f"bearer  {key} ") == holder("alice")
     stored_hash = hashed(key)
     for refused in (None, "", key, f"Basic {key}", f"Bearer {key}x", f"Bearer {stored_hash}", "Bearer ", "Bearer"):
         assert access.caller(refused) is None
@@ -66,7 +80,7 @@ def test_a_key_is_known_by_the_bearer_header(keys_file: Path) -> None:
 
 def test_without_a_file_everyone_may_ask() -> None:
     access = Access(None)
-    assert access.caller(None) == Caller("anonymous")
+    assert access.caller(None) == ANONYMOUS
     assert not access.refresh()
 
 
@@ -83,9 +97,9 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(keys_file: Pat
     access = Access(keys_file)
     assert not access.refresh()
     rewrite(keys_file, [StoredKey("a", hashed(second))])
-    assert access.caller(f"Bearer {first}") == Caller("a")
+    assert access.caller(f"Bearer {first}") == holder("a")
     assert access.refresh()
-    assert (access.caller(f"Bearer {first}"), access.caller(f"Bearer {second}")) == (None, Caller("a"))
+    assert (access.caller(f"Bearer {first}"), access.caller(f"Bearer {second}")) == (None, holder("a"))
     assert not access.refresh()
 
 
@@ -99,7 +113,7 @@ def test_the_keys_read_before_stay_valid_when_the_file_breaks(keys_file: Path) -
     keys_file.unlink()
     with pytest.raises(BadKeysFile, match="cannot read the keys file"):
         access.refresh()
-    assert access.caller(f"Bearer {key}") == Caller("a")
+    assert access.caller(f"Bearer {key}") == holder("a")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +144,7 @@ def test_keys_are_added_listed_and_removed_by_command(capsys: pytest.CaptureFixt
     assert code == 0
     key = shown.strip()
     assert serai(capsys, "keys", "add", "bob", file)[0] == 0
-    assert Access(keys_file).caller(f"Bearer {key}") == Caller("alice")
+    assert Access(keys_file).caller(f"Bearer {key}") == holder("alice")
     assert key not in keys_file.read_text()
     assert serai(capsys, "keys", "list", file) == (0, "alice\nbob\n", "")
     assert serai(capsys, "keys", "remove", "alice", file)[0] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -10,6 +11,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import msgspec
+
+from serai.ingress.configuration import DEFAULT_PROJECT
+from serai.ingress.requirements import Providers
 
 KEY_PREFIX = "sk-serai-"
 VALID_HEADERS_MAX = 10_000
@@ -30,10 +34,24 @@ class Caller:
 
     name: str
     """Of the key, or of the person."""
-    project: str = ""
+    project: str = DEFAULT_PROJECT
+    models: tuple[tuple[str, ...], ...] = ()
+    """Lists of patterns; a model must match one of each list. Empty = all models."""
+    providers: Providers = Providers()
+    """Who may answer it at all; a request can only narrow it."""
+    priority: str = "normal"
+    """One of `queueing.CLASSES`: the highest class that its requests may have."""
+    weight: float = 1.0
+    """Its project's share of a queue."""
+    scopes: tuple[str, ...] = ()
+    """Whose limits it counts against: `key:NAME`, `project:NAME`."""
+    may_opt_out: bool = False
+    """Whether it may ask not to be in the usage records by name."""
+    expires_s: float = math.inf
+    """Seconds since the epoch."""
 
 
-ANONYMOUS = Caller("anonymous")
+ANONYMOUS = Caller("anonymous", scopes=(f"project:{DEFAULT_PROJECT}",))
 
 
 class BadKeysFile(ValueError):
@@ -95,7 +113,7 @@ class Access:
         stamp = (facts.st_mtime_ns, facts.st_size)
         if stamp == self._read_at:
             return False
-        self._callers = {bytes.fromhex(key.sha256): Caller(key.name) for key in read_keys(self._path)}
+        self._callers = {bytes.fromhex(key.sha256): _holder(key) for key in read_keys(self._path)}
         self._valid.clear()
         self._read_at = stamp
         return True
@@ -118,3 +136,7 @@ class Access:
         if caller is not None and len(self._valid) < VALID_HEADERS_MAX:
             self._valid[authorization] = caller
         return caller
+
+
+def _holder(key: StoredKey) -> Caller:
+    return Caller(key.name, scopes=(f"key:{key.name}", f"project:{DEFAULT_PROJECT}"))

@@ -20,6 +20,7 @@ from serai.ingress.accounting import Accounting
 from serai.ingress.admission import Admission
 from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
+from serai.ingress.configuration import Configuration
 from serai.ingress.endpoints import BY_PATH
 from serai.ingress.http_server import ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
@@ -65,6 +66,7 @@ class Ingress:
         self._calls = Calls(settings, bus, self._copy, self._client, self._chooser, tracing, Admission(), Accounting())
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._stopping = False
+        self.apply(Configuration())
         self._routes: dict[tuple[str, str], Handler] = {
             **{("POST", path): self.on_inference for path in BY_PATH},
             ("GET", "/v1/models"): self.on_models,
@@ -99,6 +101,10 @@ class Ingress:
                     task.cancel()
         for subscription in subscriptions:
             await subscription.unsubscribe()
+
+    def apply(self, configuration: Configuration) -> None:
+        """Takes effect with the next request; those that run keep what they began with."""
+        self.configuration = configuration
 
     async def _listen(self) -> None:
         host, port = self._settings.host, self._settings.port
