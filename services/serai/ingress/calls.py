@@ -23,7 +23,7 @@ from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
 from serai.ingress.continuation import Continuing
 from serai.ingress.endpoints import Endpoint
 from serai.ingress.event_answer import Broken, EventAnswer
-from serai.ingress.http_server import ClientGone, HttpRequest
+from serai.ingress.http_server import ClientGone, ClientRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
 from serai.ingress.openai_format import (
     DONE,
@@ -91,9 +91,9 @@ class Calls:
         self._request_id_prefix = secrets.token_hex(8)
         self._request_numbers = itertools.count(1)
         self._continuing = Continuing(settings.continuing)
-        self._relayed: dict[int, HttpRequest] = {}
+        self._relayed: dict[int, ClientRequest] = {}
 
-    async def answer(self, request: HttpRequest, endpoint: Endpoint, caller: Caller) -> None:
+    async def answer(self, request: ClientRequest, endpoint: Endpoint, caller: Caller) -> None:
         """Hops 1 to 8 of docs/request-path.md. Raises ApiError when there is no answer but an error."""
         call = self._receive(request, endpoint, caller)
         status = CLIENT_CLOSED_REQUEST
@@ -122,7 +122,7 @@ class Calls:
 
     # -- receive and pick ----------------------------------------------------------------------------------------
 
-    def _receive(self, request: HttpRequest, endpoint: Endpoint, caller: Caller) -> Call:
+    def _receive(self, request: ClientRequest, endpoint: Endpoint, caller: Caller) -> Call:
         """Hop 1. Raises ApiError naming the field that is wrong."""
         started_s, started_ns = time.monotonic(), time.time_ns()
         headers = request.headers
@@ -152,7 +152,7 @@ class Calls:
             call.traceparent = parent.traceparent
         return call
 
-    def _wish(self, model: str, request: HttpRequest, request_id: str) -> Wish:
+    def _wish(self, model: str, request: ClientRequest, request_id: str) -> Wish:
         headers = request.headers
         head = prompt_head(orjson.loads(request.body)) if self._chooser.reads_prompts(model) else b""
         ask = Ask(model, head, headers.get("x-session-id", "")[:SESSION_KEY_CHARACTERS_MAX], request_id)
@@ -189,7 +189,7 @@ class Calls:
 
     # -- try -----------------------------------------------------------------------------------------------------
 
-    async def _try_until_answered(self, request: HttpRequest, call: Call) -> int:
+    async def _try_until_answered(self, request: ClientRequest, call: Call) -> int:
         """Hops 3 to 7, once or twice; the status of the answer."""
         while True:
             record = self._pick(call)
@@ -244,7 +244,7 @@ class Calls:
     # -- relay ---------------------------------------------------------------------------------------------------
 
     async def _relay(
-        self, request: HttpRequest, call: Call, stream: InferenceStream, head: ResponseHead, attempt: Attempt
+        self, request: ClientRequest, call: Call, stream: InferenceStream, head: ResponseHead, attempt: Attempt
     ) -> Broken | None:
         """Hop 7: the answer goes to the client, as a stream of events or in one piece. What broke off, if it did."""
         headers = head.headers
@@ -277,7 +277,7 @@ class Calls:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def _relay_events(
-        self, request: HttpRequest, call: Call, stream: InferenceStream, headers: dict[str, str], attempt: Attempt
+        self, request: ClientRequest, call: Call, stream: InferenceStream, headers: dict[str, str], attempt: Attempt
     ) -> Broken | None:
         """Events pass as they came."""
         relay = SseRelay()

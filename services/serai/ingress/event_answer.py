@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serai.ingress.http_server import HttpRequest, HttpStream
+from serai.ingress.http_server import ClientRequest, ClientStream
 from serai.ingress.openai_format import ApiError, SseRelay
 from serai.ingress.sent_events import Transcript
 from serai.ingress.splice import Splice
@@ -14,8 +14,8 @@ from serai.ingress.splice import Splice
 class EventAnswer:
     """A stream of events to one client, from one session or, one after the other, from several."""
 
-    request: HttpRequest
-    out: HttpStream
+    request: ClientRequest
+    out: ClientStream
     relay: SseRelay
     """Of the session that speaks now."""
     said: Transcript | None

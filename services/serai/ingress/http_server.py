@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
@@ -39,6 +39,31 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 class ClientGone(ConnectionError):
     """The client has closed the connection: nobody reads what would be written."""
+
+
+class ClientStream(Protocol):
+    """An answer that is being written; as `HttpStream` has it."""
+
+    def send(self, data: bytes) -> bool: ...
+
+    async def room(self) -> None: ...
+
+    def end(self, data: bytes = b"") -> None: ...
+
+
+class ClientRequest(Protocol):
+    """What answering a request takes; as `HttpRequest` has it. The other one translates (`ingress/translated.py`)."""
+
+    body: bytes
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None: ...
+
+    def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream: ...
+
+    def abort(self) -> None: ...
 
 
 class HttpRequest:
