@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT
 
-from serai.contracts import inference, registry, session_record, status
+from serai.contracts import inference, registry, session_record, status, usage
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.inference import (
     FailureCode,
@@ -48,6 +48,7 @@ from serai.contracts.session_record import (
     SessionRecord,
 )
 from serai.contracts.status import ProbeAnswer, ProbeRequest, SessionStatus
+from serai.contracts.usage import Outcome, Spent, SpentAnswer, SpentRequest, UsageRecord
 
 WIRE = Path(__file__).parent / "wire"
 WRITE = os.environ.get("SERAI_WRITE_GOLDEN") == "1"
@@ -95,6 +96,38 @@ _METADATA = SessionMetadata(
 )
 _RECORD = SessionRecord("alps-slurm-4711-1-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
 _STATUS = SessionStatus(_RECORD.session, 42, Lifecycle.SERVING, 5, 1.0, 17, 3_021, 98_765_432, 3, 2.5, 3_599.5)
+_USAGE = UsageRecord(
+    id="6d1f0c5a9e3b4f270000000001",
+    started="2026-11-30T17:59:58.123Z",
+    outcome=Outcome.TRUNCATED,
+    status=200,
+    endpoint="/v1/chat/completions",
+    model="qwen2.5:7b",
+    model_asked="small",
+    request_id="6d1f0c5a9e3b4f27",
+    project="climate",
+    key="alice-laptop",
+    tracked=False,
+    error_code="agent_left",
+    stream=True,
+    queued_s=0.25,
+    ttft_s=0.5,
+    duration_s=12.75,
+    attempts=2,
+    resumed=1,
+    sessions=["alps-slurm-4711-1-c0ffee123456"],
+    provider="cscs",
+    site="alps",
+    engine="vllm",
+    gpu="NVIDIA GH200 120GB",
+    gpus=4,
+    gpu_seconds=3.125,
+    prompt_tokens=1_024,
+    cached_tokens=512,
+    output_tokens=300,
+    tokens_estimated=True,
+)
+_SPENT = Spent("project:climate", "qwen2.5:7b", 17, 1_024, 512, 300, 3.125)
 
 MESSAGES: list[object] = [
     _REQUEST,
@@ -118,6 +151,10 @@ MESSAGES: list[object] = [
     Opinion("alps-slurm-4711-1-c0ffee123456", False, 2.5, "it did not answer a probe"),
     Disconnected(["alps-slurm-4711-1-c0ffee123456"]),
     AllocationEnded("alps", "slurm-4711", "job completed", 1),
+    _USAGE,
+    SpentRequest(["project:climate", "key:alice-laptop"], "2026-11-01T00:00:00Z"),
+    _SPENT,
+    SpentAnswer([_SPENT], "the database is locked"),
 ]
 
 _PAYLOADS: dict[FrameKind, tuple[int, bytes]] = {
@@ -177,7 +214,7 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 
 
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
-    kinds = {name for module in (inference, registry, session_record, status) for name in messages_of(module)}
+    kinds = {name for module in (inference, registry, session_record, status, usage) for name in messages_of(module)}
     assert {message_name(message) for message in MESSAGES} == kinds
     assert {frame.kind for frame in FRAMES} == set(FrameKind)
     expected = {f"{name}.json" for name in kinds} | {f"{kind.name}.hex" for kind in FrameKind}
@@ -219,6 +256,7 @@ def test_the_numbers_of_closed_sets_are_never_used_again() -> None:
         "ERROR": 21,
     }
     assert {rank.name: int(rank) for rank in Lifecycle} == {"JOIN": 0, "SERVING": 1, "DOWN": 2, "LEFT": 3}
+    assert [str(outcome) for outcome in Outcome] == ["complete", "refused", "failed", "truncated", "cancelled"]
     assert [str(code) for code in FailureCode] == [
         "unknown_session",
         "draining",

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from opentelemetry.trace import Span
 
 from serai.contracts.session_record import SessionRecord
+from serai.contracts.usage import Outcome as Outcome
 from serai.ingress.access import Caller
 from serai.ingress.choosing import Wish
 from serai.ingress.endpoints import Endpoint
-
-
-class Outcome(StrEnum):
-    """How a call ended; one of these, whatever happened."""
-
-    COMPLETE = "complete"
-    REFUSED = "refused"
-    """Answered with an error before any session had it: bad input, no room, no session, over a limit."""
-    FAILED = "failed"
-    """Answered with an error after a session had it."""
-    TRUNCATED = "truncated"
-    """A stream that broke off, and ended with an error event."""
-    CANCELLED = "cancelled"
-    """The client left."""
 
 
 @dataclass(slots=True)

@@ -45,6 +45,20 @@ def decode(kind: type[T], data: bytes | memoryview) -> T:
         raise MalformedMessage(f"{kind.__name__}: {error}") from error
 
 
+def decode_lines(kind: type[T], data: bytes) -> tuple[list[T], int]:
+    """The messages of type `kind` that stand in `data`, one a line, and how many lines are none."""
+    found: list[T] = []
+    malformed = 0
+    for line in data.split(b"\n"):
+        if not line:
+            continue
+        try:
+            found.append(decode(kind, line))
+        except MalformedMessage:
+            malformed += 1
+    return found, malformed
+
+
 def encode_frame(frame: Frame) -> bytes:
     """One frame as bytes."""
     payload = frame.payload

@@ -14,6 +14,8 @@
 | `registry.opinion.<site>`  | anyone → that registry     | `OpinionRequest`, answered with `Opinion`              |
 | `registry.disconnected.<site>` | registry → all         | `Disconnected`                                         |
 | `registry.ended.<site>`    | batch system → registry    | `AllocationEnded`, answered with the same              |
+| `usage.record.<site>`      | ingress → stream → ledger  | `UsageRecord`s, one a line, kept until taken            |
+| `usage.spent.<site>`       | ingress → ledger           | `SpentRequest`, answered with `SpentAnswer`            |
 
 `<session>` is a token already; `<site>` is made one by `to_token`.
 """
@@ -35,6 +37,7 @@ from serai.contracts.registry import (
 )
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.status import ProbeRequest, SessionStatus
+from serai.contracts.usage import SpentRequest, UsageRecord
 
 T = TypeVar("T")
 
@@ -109,5 +112,17 @@ OPINION: Subject[OpinionRequest] = Subject("registry.opinion", OpinionRequest)
 DISCONNECTED: Subject[Disconnected] = Subject("registry.disconnected", Disconnected)
 ENDED: Subject[AllocationEnded] = Subject("registry.ended", AllocationEnded)
 
+USAGE: Subject[UsageRecord] = Subject("usage.record", UsageRecord)
+USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
+
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
+
+
+def usage_stream(site: str) -> str:
+    """Name of the JetStream stream of a site's usage records."""
+    return f"serai_usage_{to_token(site)}"
+
+
+USAGE_CONSUMER = "ledger"
+"""The one durable consumer of that stream: all ledgers of a site share it."""
