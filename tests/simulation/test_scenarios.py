@@ -17,9 +17,9 @@ from serai.performance.latency_model import PrefillChunk, Step
 from serai.performance.memory import Parallelism
 from serai.performance.roofline import RooflineModel
 from serai.performance.shipped_models import shipped_card
+from serai.runtime.fields import BadInput
 from serai.simulator.data_folder import data_folder
 from serai.simulator.fast.step_times import SlowerSteps, StepEnergy
-from serai.simulator.workloads.bad_input import BadInput
 
 BASE: dict[str, Any] = {
     "model": "Qwen/Qwen2.5-0.5B-Instruct",

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serai.runtime.fields import BadInput
 from serai.simulator.data_folder import data_folder
-from serai.simulator.workloads.bad_input import BadInput
 from serai.simulator.workloads.fields import workload_from_fields
 from serai.simulator.workloads.lengths import (
     ClampedNormal,

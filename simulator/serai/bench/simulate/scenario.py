@@ -44,6 +44,8 @@ from serai.performance.latency_profile import profile_for
 from serai.performance.memory import BadParallelism, MemoryBudget, Parallelism
 from serai.performance.model_card import BadModelConfig
 from serai.performance.roofline import RooflineModel
+from serai.runtime import strict_yaml
+from serai.runtime.fields import BadInput, Fields
 from serai.simulator.fast.cluster import ClusterSettings
 from serai.simulator.fast.links import Network
 from serai.simulator.fast.presets import (
@@ -59,8 +61,7 @@ from serai.simulator.fast.presets import (
 )
 from serai.simulator.goodput import LEVELS
 from serai.simulator.outcomes import LatencyDefinition, SloTarget, Window
-from serai.simulator.workloads.bad_input import BadInput
-from serai.simulator.workloads.fields import Fields, workload_from_fields
+from serai.simulator.workloads.fields import workload_from_fields
 from serai.simulator.workloads.workload import Workload
 
 RUNS_MAX = 10_000
@@ -125,10 +126,6 @@ class Scenario:
 
 def read_scenario(file: Path, seeds: int | None = None) -> Scenario:
     """The scenario in `file`; `seeds` overrides how many it has. Raises BadInput, its place beginning with the file."""
-    try:
-        from serai.bench.simulate import strict_yaml
-    except ModuleNotFoundError as error:
-        raise BadInput(str(file), f"needs {error.name}", "run `pip install 'serai[simulator]'`") from error
     try:
         found = strict_yaml.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

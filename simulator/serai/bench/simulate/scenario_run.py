@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from serai.bench.report import Report, hand_out, rounded
 from serai.bench.simulate.points import Key, Point, Points, run_once
 from serai.bench.simulate.scenario import Scenario, Variant, read_scenario
+from serai.runtime.fields import BadInput
 from serai.simulator.fairness import by_prompt
 from serai.simulator.fast.run import NS, Run
 from serai.simulator.goodput import CurvePoint, GoodputScan, judged, scan_seeds
@@ -37,7 +38,6 @@ from serai.simulator.reports.pictures import (
 )
 from serai.simulator.reports.tables import curves_object, write_curves_csv, write_json, write_outcomes_csv
 from serai.simulator.summary import tpots_s, ttfts_s
-from serai.simulator.workloads.bad_input import BadInput
 
 _T = TypeVar("_T")
 TIMELINE_S = 20.0

@@ -15,7 +15,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Protocol
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 
 _NORMAL = NormalDist()
 _LEAST = 2.0**-54

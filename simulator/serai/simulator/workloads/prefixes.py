@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 from serai.simulator.workloads.workload import BLOCK_TOKENS
 
 _PLACE_BITS = 20

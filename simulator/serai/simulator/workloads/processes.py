@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 
 NS = 1_000_000_000
 CV_MIN, CV_MAX = 0.02, 50.0

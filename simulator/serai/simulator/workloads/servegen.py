@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 from serai.simulator.workloads.lengths import Histogram, fitted
 from serai.simulator.workloads.processes import (
     CV_MAX,

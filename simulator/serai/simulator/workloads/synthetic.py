@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 from serai.simulator.workloads.lengths import Lengths, fitted
 from serai.simulator.workloads.prefixes import Clients, Popularity, Sessions, SystemPrompts, chained
 from serai.simulator.workloads.processes import NS, Course, Gaps, arrival_times_ns

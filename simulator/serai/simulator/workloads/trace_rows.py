@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 
 NS = 1_000_000_000
 _TOKENS_MAX = 10_000_000

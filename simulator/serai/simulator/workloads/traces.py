@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from serai.simulator.workloads.bad_input import BadInput
+from serai.runtime.fields import BadInput
 from serai.simulator.workloads.lengths import fitted
 from serai.simulator.workloads.trace_rows import NS, Line, TraceRow, csv_lines, in_order, jsonl_lines, lines
 from serai.simulator.workloads.workload import BLOCK_TOKENS, SOURCE_BITS, Arrival, Workload
