@@ -67,6 +67,22 @@ def test_without_a_limit_everything_goes_at_once() -> None:
     assert (queue.waiting, queue.running, queue.next_wake_s) == (0, 2, None)
 
 
+def test_with_room_and_nobody_waiting_a_request_may_go_without_an_event() -> None:
+    queue = RequestQueue(capacity=1)
+    assert not queue.go(asked("late", begin_by_s=-1), 0)
+    assert queue.go(asked("a"), 0)
+    assert queue.runs("a")
+    assert not queue.go(asked("b"), 0)
+    put(queue, asked("b"))
+    assert dispatched(queue.handle(Ended("a", 10, 10), 2)) == ["b"]
+    assert (queue.duration_s, queue.go(asked("c"), 2)) == (2, False)
+    queue.handle(Ended("b"), 3)
+    assert not queue.runs("b")
+    assert queue.go(asked("c"), 3)
+    put(queue, Capacity(2), asked("d"), Capacity(3), asked("e", begin_by_s=1))
+    assert (queue.running, queue.waiting) == (3, 0)
+
+
 def test_requests_go_as_others_end_and_are_told_how_long_they_waited() -> None:
     queue = full()
     assert put(queue, asked("a")) == []
@@ -306,18 +322,18 @@ def test_bytes_are_bounded_too_and_nobody_is_put_off_in_vain() -> None:
 
 
 def test_a_full_queue_makes_place_for_a_higher_class_and_for_a_project_that_holds_less() -> None:
-    def victim(effects: list[Effect]) -> tuple[str, Refusal]:
+    def victim(effects: list[Effect]) -> tuple[str, Refusal, bool]:
         [refused] = effects
         assert isinstance(refused, Refuse)
-        return refused.request, refused.why
+        return refused.request, refused.why, refused.own_share
 
     queue = full(QueueSettings(entries_max=4))
     put(queue, asked("a0", "a"), asked("a1", "a"), asked("a2", "a"), asked("batch", "c", priority=2))
-    assert victim(put(queue, asked("b0", "b"))) == ("batch", Refusal.DISPLACED)
-    assert victim(put(queue, asked("b1", "b"))) == ("a2", Refusal.DISPLACED)
-    assert victim(put(queue, asked("b2", "b"))) == ("b2", Refusal.QUEUE_FULL)
-    assert victim(put(queue, asked("a3", "a"))) == ("a3", Refusal.QUEUE_FULL)
-    assert victim(put(queue, asked("more batch", "d", priority=2))) == ("more batch", Refusal.QUEUE_FULL)
+    assert victim(put(queue, asked("b0", "b"))) == ("batch", Refusal.DISPLACED, False)
+    assert victim(put(queue, asked("b1", "b"))) == ("a2", Refusal.DISPLACED, True)
+    assert victim(put(queue, asked("b2", "b"))) == ("b2", Refusal.QUEUE_FULL, True)
+    assert victim(put(queue, asked("a3", "a"))) == ("a3", Refusal.QUEUE_FULL, True)
+    assert victim(put(queue, asked("more batch", "d", priority=2))) == ("more batch", Refusal.QUEUE_FULL, False)
 
 
 def test_when_nobody_will_serve_the_model_all_that_wait_are_told() -> None:
