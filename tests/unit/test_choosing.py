@@ -8,6 +8,7 @@ from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.status import SessionStatus
 from serai.ingress.choosing import Chooser, Wish
+from serai.ingress.endpoints import BY_PATH
 from serai.ingress.requirements import read_providers, read_requirements
 from serai.ingress.routing import Ask, PolicyChoice, PolicyNeeds, SessionSpeeds
 from serai.ingress.session_health import HealthSettings
@@ -137,3 +138,26 @@ def test_what_is_gone_is_forgotten() -> None:
     assert len(fleet.chooser.health) == 1
     fleet.chooser.retain({"s1", "s2"}, {"m"}, NOW)
     assert len(fleet.chooser.health) == 0
+
+
+def test_only_sessions_that_have_the_endpoint_are_asked() -> None:
+    wish = Wish(Ask("m"), endpoint=BY_PATH["/rerank"])
+    fleet = Fleet(
+        record_of("s0", endpoints=["/v1/chat/completions"]),
+        record_of("s1", endpoints=["/v2/rerank"]),
+    )
+    assert fleet.choose(wish=wish) == "s1"
+    assert fleet.choose(fleet.record("s1"), wish=wish) is None
+    assert fleet.chooser.endpoints_instead(wish, NOW) == [], "a session has it"
+    fleet.replica.merge(record_of("s2"), NOW + 1, heard=True)
+    assert fleet.choose(fleet.record("s1"), wish=wish) == "s2", "what it has is not known, so it may have it"
+
+
+def test_what_a_model_has_instead_is_told_only_when_all_of_it_is_known() -> None:
+    wish = Wish(Ask("m"), endpoint=BY_PATH["/v1/score"])
+    fleet = Fleet(record_of("s0", endpoints=["/tokenize"]), record_of("s1", endpoints=["/v1/rerank", "/tokenize"]))
+    assert fleet.choose(wish=wish) is None
+    assert fleet.chooser.endpoints_instead(wish, NOW) == ["/tokenize", "/v1/rerank"]
+    assert fleet.chooser.endpoints_instead(Wish(Ask("other"), endpoint=BY_PATH["/v1/score"]), NOW) == []
+    fleet.replica.merge(record_of("s2"), NOW, heard=True)
+    assert fleet.chooser.endpoints_instead(wish, NOW) == []

@@ -21,7 +21,7 @@ from serai.ingress.admission import Admission
 from serai.ingress.call import Call, Outcome
 from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
 from serai.ingress.continuation import Continuing
-from serai.ingress.endpoints import Endpoint
+from serai.ingress.endpoints import Body, Endpoint
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, ClientRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
@@ -29,12 +29,12 @@ from serai.ingress.openai_format import (
     DONE,
     ApiError,
     SseRelay,
+    endpoint_not_supported,
     failure_error,
-    read_request_body,
     read_usage,
     unknown_model,
-    with_model,
 )
+from serai.ingress.request_body import body_with_model, read_body
 from serai.ingress.requirements import (
     PROVIDERS_HEADER,
     REQUIRE_HEADER,
@@ -126,7 +126,7 @@ class Calls:
         """Hop 1. Raises ApiError naming the field that is wrong."""
         started_s, started_ns = time.monotonic(), time.time_ns()
         headers = request.headers
-        asked = read_request_body(request.body)
+        asked = read_body(endpoint, headers.get("content-type", ""), request.body)
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
@@ -142,7 +142,7 @@ class Calls:
             headers=to_engine,
             started_s=started_s,
             started_ns=started_ns,
-            wish=self._wish(asked.model, request, request_id),
+            wish=self._wish(asked.model, endpoint, request, request_id),
         )
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
@@ -152,15 +152,16 @@ class Calls:
             call.traceparent = parent.traceparent
         return call
 
-    def _wish(self, model: str, request: ClientRequest, request_id: str) -> Wish:
+    def _wish(self, model: str, endpoint: Endpoint, request: ClientRequest, request_id: str) -> Wish:
         headers = request.headers
-        head = prompt_head(orjson.loads(request.body)) if self._chooser.reads_prompts(model) else b""
+        reads = endpoint.body is Body.JSON and self._chooser.reads_prompts(model)
+        head = prompt_head(orjson.loads(request.body)) if reads else b""
         ask = Ask(model, head, headers.get("x-session-id", "")[:SESSION_KEY_CHARACTERS_MAX], request_id)
         require, providers = headers.get(REQUIRE_HEADER), headers.get(PROVIDERS_HEADER)
         if require is None and providers is None:
-            return Wish(ask)
+            return Wish(ask, endpoint=endpoint)
         try:
-            return Wish(ask, read_requirements(require), read_providers(providers))
+            return Wish(ask, read_requirements(require), read_providers(providers), endpoint)
         except BadHeader as error:
             raise ApiError(400, str(error), param=error.header, code="invalid_header") from None
 
@@ -179,6 +180,8 @@ class Calls:
         if not self._bus.connected:
             failure = InferenceFailure(FailureCode.BUS_LOST, "the gateway has lost its connection to NATS")
             return failure_error(failure)
+        if instead := self._chooser.endpoints_instead(call.wish, now):
+            return endpoint_not_supported(model, call.path, instead)
         if in_the_way := self._chooser.in_the_way(call.wish, now):
             text = f"No session that serves `{model[:200]}` now meets what the request demands: {in_the_way}."
             return ApiError(503, text, kind="overloaded_error", code="requirements_not_met", retry_after_s=5)
@@ -227,10 +230,11 @@ class Calls:
 
     def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
         """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
-        body = with_model(body, call.model, record.metadata.engine_model)
+        content_type = call.headers.get("content-type", "")
+        body = body_with_model(call.endpoint, content_type, body, call.model, record.metadata.engine_model)
         inference = InferenceRequest(
             request_id=call.request_id,
-            path=call.path,
+            path=call.endpoint.path_at(record.metadata.endpoints) or call.path,
             body_bytes=len(body),
             body_frames=self._client.body_frames(len(body)),
             window_bytes=self._settings.window_bytes,

@@ -13,6 +13,7 @@ from types import TracebackType
 from serai.contracts.inference import InferenceFailure
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import retry
+from serai.ingress.endpoints import Endpoint
 from serai.ingress.requirements import Providers, Requirements
 from serai.ingress.retry import RetryBudget, Verdict
 from serai.ingress.routing import Ask, Candidate, OwnShare, Policy, PolicyChoice, SessionSpeeds, untried, with_room
@@ -27,6 +28,12 @@ class Wish:
     ask: Ask
     requirements: Requirements = Requirements()
     providers: Providers = Providers()
+    endpoint: Endpoint | None = None
+    """What is asked for; None = any session will do."""
+
+    def has_endpoint(self, record: SessionRecord) -> bool:
+        """Whether that session has it, as far as is known."""
+        return self.endpoint is None or self.endpoint.path_at(record.metadata.endpoints) is not None
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -101,6 +108,7 @@ class Chooser:
         self._policies = policies
         self._budget = RetryBudget()
         self._share = OwnShare()
+        self._having: dict[tuple[str, str], tuple[Sequence[SessionRecord], Sequence[SessionRecord]]] = {}
 
     def reads_prompts(self, model: str) -> bool:
         """Whether the model's policy looks at the beginning of prompts."""
@@ -108,7 +116,7 @@ class Chooser:
 
     def fitting(self, wish: Wish, now: float) -> Sequence[SessionRecord]:
         """The sessions that may answer at all."""
-        records: Sequence[SessionRecord] = self._replica.routable(wish.ask.model, now)
+        records = self._having_endpoint(wish, now)
         if wish.requirements.every:
             records = wish.requirements.fitting(records)
         if wish.providers.allowed is not None or wish.providers.denied:
@@ -116,12 +124,21 @@ class Chooser:
         return records
 
     def in_the_way(self, wish: Wish, now: float) -> str:
-        """Why none of the sessions that serve the model fits the wish; empty when nobody serves it."""
-        records = self._replica.routable(wish.ask.model, now)
+        """Why none of the sessions that serve the model, and have the endpoint, fits the wish; empty when there is no
+        such session."""
+        records = self._having_endpoint(wish, now)
         unmet = wish.requirements.in_the_way(records)
         if records and not wish.providers.permitted(records):
             unmet.append("the providers that may answer")
         return ", ".join(unmet)
+
+    def endpoints_instead(self, wish: Wish, now: float) -> list[str]:
+        """The endpoints that the model's sessions have, when all of them are known and what the wish asks for is none
+        of them; else nothing: a session that is not routable now may have it."""
+        records = self._replica.records_of_model(wish.ask.model)
+        if not records or any(wish.has_endpoint(record) for record in records):
+            return []
+        return sorted({path for record in records for path in record.metadata.endpoints})
 
     def first_try(self, model: str, now: float) -> None:
         """A request of `model`, which exists: it earns the model a part of a retry."""
@@ -164,6 +181,18 @@ class Chooser:
         self.speeds.retain(sessions)
         self._share.retain(sessions)
         self._budget.retain(models)
+        self._having = {key: kept for key, kept in self._having.items() if key[0] in models}
+
+    def _having_endpoint(self, wish: Wish, now: float) -> Sequence[SessionRecord]:
+        """The routable sessions that have the endpoint: looked for once per list that the replica makes."""
+        routable = self._replica.routable(wish.ask.model, now)
+        if wish.endpoint is None or not routable:
+            return routable
+        key = (wish.ask.model, wish.endpoint.path)
+        kept = self._having.get(key)
+        if kept is None or kept[0] is not routable:
+            kept = self._having[key] = (routable, [record for record in routable if wish.has_endpoint(record)])
+        return kept[1]
 
     def _affordable(self, wish: Wish, others: Sequence[SessionRecord], verdict: Verdict, now: float) -> Verdict:
         if not verdict.again:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -60,14 +60,19 @@ class RequestBody(NamedTuple):
     stream: bool
 
 
-def read_request_body(body: bytes) -> RequestBody:
-    """Raises ApiError (400) naming the field that is wrong."""
+def parsed_object(body: bytes) -> dict[str, Any]:
+    """Raises ApiError (400)."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(parsed, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
+    return parsed
+
+
+def read_fields(parsed: Mapping[str, Any]) -> RequestBody:
+    """Of a parsed body. Raises ApiError (400) naming the field that is wrong."""
     model = parsed.get("model")
     if not isinstance(model, str) or not model:
         problem = "is missing" if model is None else "must be a non-empty string"
@@ -102,6 +107,16 @@ def unknown_model(model: str, known: Sequence[str]) -> ApiError:
         code="model_not_found",
         param="model",
         kind="not_found_error",
+    )
+
+
+def endpoint_not_supported(model: str, path: str, instead: Sequence[str]) -> ApiError:
+    """404, naming what the model has."""
+    return ApiError(
+        404,
+        f"The model `{model[:200]}` has no {path}. It has: {', '.join(instead)}.",
+        code="endpoint_not_supported",
+        param="model",
     )
 
 

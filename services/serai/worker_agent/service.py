@@ -171,6 +171,7 @@ class WorkerAgent:
             engine_model=served.engine_model,
             fingerprint=fingerprint(self._engine.kind, served),
             context_tokens_max=served.context_tokens_max,
+            endpoints=served.endpoints,
         )
         self.presence.note(metadata)  # It is said with SERVING.
 

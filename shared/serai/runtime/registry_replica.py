@@ -310,9 +310,14 @@ class RegistryReplica:
         """Names that have at least one routable session."""
         return sorted(model for model in self._by_model if self.routable(model, now))
 
+    def records_of_model(self, model: str) -> list[SessionRecord]:
+        """Sessions of `model` that are not down and have not left, routable or not."""
+        records = [self._records[session] for session in self._by_model.get(model, ())]
+        return [record for record in records if record.lifecycle < Lifecycle.DOWN]
+
     def knows_model(self, model: str) -> bool:
         """Whether a session of `model` exists that has not left, routable or not: then its absence is temporary."""
-        return any(self._records[s].lifecycle < Lifecycle.DOWN for s in self._by_model.get(model, ()))
+        return bool(self.records_of_model(model))
 
     def forget(self, sessions: Iterable[str]) -> None:
         """Drops records for good. Only for those that LEFT so long ago that nobody can bring them back."""

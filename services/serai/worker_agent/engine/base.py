@@ -25,6 +25,8 @@ class ServedModel:
     """0 = it does not say."""
     details: dict[str, Any] = field(default_factory=dict)
     """Its own entry in /v1/models, for the fingerprint."""
+    endpoints: list[str] = field(default_factory=list)
+    """Paths it has; empty = not known."""
 
 
 class Engine(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 
 import orjson
@@ -12,12 +13,14 @@ import structlog
 
 from serai.runtime.http1 import HttpFailure, HttpPool, fetch
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, NotServing, ServedModel
+from serai.worker_agent.engine.served_paths import served_paths
 
 log = structlog.get_logger()
 
 POLL_FIRST_S = 0.1
 POLL_MAX_S = 2.0
 CANARY_TIMEOUT_S = 120.0
+NOT_IMPLEMENTED = 501
 
 
 async def wait_until_serving(
@@ -38,7 +41,7 @@ async def wait_until_serving(
             served = await _listed(engine, pool, wanted, headers)
             on_phase("canary")
             await canary(pool, served.engine_model, headers)
-            return served
+            return replace(served, endpoints=await served_paths(pool, headers))
         except (NotServing, HttpFailure, TimeoutError) as error:
             missing = str(error) or missing
             on_phase("loading" if isinstance(error, NotServing) else "starting")
@@ -80,7 +83,7 @@ async def canary(pool: HttpPool, model: str, headers: dict[str, str], timeout_s:
         status = answer.status
         if status == 200:
             return
-        if status >= 500:
+        if status >= 500 and status != NOT_IMPLEMENTED:
             raise NotServing(f"the canary request to {path} was answered {status}")
     # It understands neither, so it does not generate text (embeddings, reranking): listed is all there is to see.
     log.warning("engine.no_canary", model=model, status=status)
