@@ -118,11 +118,6 @@ USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
 
-
-def usage_stream(site: str) -> str:
-    """Name of the JetStream stream of a site's usage records."""
-    return f"serai_usage_{to_token(site)}"
-
-
-USAGE_CONSUMER = "ledger"
-"""The one durable consumer of that stream: all ledgers of a site share it."""
+USAGE_STREAM, USAGE_CONSUMER = "serai_usage", "ledger"
+"""JetStream stream of a site's usage records, one a JetStream domain, and its one durable consumer: all ledgers of the
+site share it."""

@@ -37,6 +37,7 @@ from serai.runtime.bus import (
     Subscription,
 )
 from serai.runtime.nats_kv import NatsBucket
+from serai.runtime.nats_stream import NatsStream
 from serai.runtime.reconnect_curve import SPAN_MANY_S, span_s, wait_s
 
 log = structlog.get_logger()
@@ -323,11 +324,13 @@ class NatsBus:
         self._client.direct[subscription._id] = deliver
         return _Subscription(self._client, subscription)
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Message:
         if len(payload) > self.message_bytes_max:
             raise MessageTooLarge(f"{len(payload)} bytes for {subject}; at most {self.message_bytes_max}")
         try:
-            return _as_message(await self._client.request(subject, payload, timeout=timeout_s))
+            return _as_message(await self._client.request(subject, payload, timeout=timeout_s, headers=headers))
         except nats.errors.NoRespondersError as error:
             raise NoResponders(f"nobody answers on {subject}") from error
         except (TimeoutError, nats.errors.TimeoutError) as error:
@@ -414,6 +417,11 @@ class NatsBus:
             return (await self.request(subject, payload, timeout_s)).data
 
         return NatsBucket(request, name, in_memory=in_memory, timeout_s=timeout_s)
+
+    def stream(self, name: str, subject: str) -> NatsStream:
+        """The JetStream stream of that name, which keeps what is sent to `subject`; nothing is asked of the server
+        yet."""
+        return NatsStream(self.request, name, subject)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         self._disconnect_callbacks.append(callback)
