@@ -67,6 +67,7 @@ COMMANDS: Tree = {
         "convergence": Command("serai.bench.convergence", "how soon every copy of the registry has a change"),
         "detection": Command("serai.bench.detection", "how soon nothing is routed to what has failed"),
         "failover": Command("serai.bench.failover", "what clients see while one of two engines keeps being killed"),
+        "faults": Command("serai.bench.faults.command", "what clients see when engines, clients and bodies misbehave"),
         "idle-traffic": Command("serai.bench.idle_traffic", "bytes a second on an agent's connection"),
     },
 }

@@ -31,9 +31,19 @@ class Peer:
     name: str
     folder: Path
 
-    def command(self, *, port: int, metrics_port: int, engine_port: int, model: str, work: Path) -> PeerCommand:
-        """How to start it on `port` before the engine on `engine_port`; it may write to `work`."""
-        return _COMMANDS[self.name](_Place(self.folder / "bin", port, metrics_port, engine_port, model, work))
+    def command(
+        self,
+        *,
+        port: int,
+        metrics_port: int,
+        engine_port: int,
+        model: str,
+        work: Path,
+        more_engine_ports: Sequence[int] = (),
+    ) -> PeerCommand:
+        """How to start it on `port` before the engines on these ports; it may write to `work`."""
+        ports = (engine_port, *more_engine_ports)
+        return _COMMANDS[self.name](_Place(self.folder / "bin", port, metrics_port, ports, model, work))
 
 
 def find_peers() -> list[Peer]:
@@ -48,13 +58,13 @@ class _Place:
     bin: Path
     port: int
     metrics_port: int
-    engine_port: int
+    engine_ports: tuple[int, ...]
     model: str
     work: Path
 
     @property
-    def engine_url(self) -> str:
-        return f"http://{HOST}:{self.engine_port}"
+    def engine_urls(self) -> list[str]:
+        return [f"http://{HOST}:{port}" for port in self.engine_ports]
 
     def listening(self) -> list[str]:
         return ["--host", HOST, "--port", str(self.port)]
@@ -63,7 +73,7 @@ class _Place:
         """The flags that vllm-router and SMG, both descended from SGLang's router, have in common."""
         metrics = ["--prometheus-host", HOST, "--prometheus-port", str(self.metrics_port)]
         return [
-            *self.listening(), "--worker-urls", self.engine_url, "--policy", "round_robin", *metrics,
+            *self.listening(), "--worker-urls", *self.engine_urls, "--policy", "round_robin", *metrics,
             "--worker-startup-check-interval", "1", "--max-concurrent-requests", "32768",
         ]  # fmt: skip
 
@@ -79,14 +89,15 @@ def _smg(place: _Place) -> PeerCommand:
 
 def _litellm(place: _Place) -> PeerCommand:
     config = place.work / "litellm.yaml"
-    config.write_text(
-        "model_list:\n"
+    deployments = [
         f"  - model_name: {place.model}\n"
         "    litellm_params:\n"
         f"      model: openai/{place.model}\n"
-        f"      api_base: {place.engine_url}/v1\n"
+        f"      api_base: {url}/v1\n"
         "      api_key: none\n"
-    )
+        for url in place.engine_urls
+    ]
+    config.write_text("".join(["model_list:\n", *deployments]))
     key = f"sk-{secrets.token_urlsafe(24)}"
     flags = ["--config", str(config), *place.listening(), "--num_workers", "1", "--telemetry", "False"]
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key, "LITELLM_LOG": "ERROR"}

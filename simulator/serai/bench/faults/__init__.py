@@ -1,0 +1,1 @@
+"""The fault table: what clients see of Serai, and of other gateways, when engines, clients and bodies misbehave."""
