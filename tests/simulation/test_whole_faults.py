@@ -18,7 +18,7 @@ from serai.contracts.codec import frame_bytes
 from serai.contracts.inference import FailureCode, FrameKind
 from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.ingress import calls
-from serai.ingress.openai_format import SseRelay
+from serai.ingress.sse_relay import SseRelay
 from serai.runtime.registry_replica import RegistryReplica
 from serai.simulator.whole.client import ChatClient, ChatRequest, Outcome
 from serai.simulator.whole.fault_run import FaultPlan, fault_run

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from serai.ingress import continuation
 from serai.ingress.continuation import CHAT_PATH, COMPLETIONS_PATH, Continuing, plan
-from serai.ingress.openai_format import DONE, SseRelay
+from serai.ingress.openai_format import DONE
 from serai.ingress.sent_events import TEXT_CHARACTERS_MAX, Transcript, Unsound, usage_so_far
 from serai.ingress.splice import Splice
+from serai.ingress.sse_relay import SseRelay
 from unit.fakes import record_of
 
 GREEDY = {"model": "m", "stream": True, "temperature": 0, "max_tokens": 50}

@@ -21,14 +21,13 @@ from serai.ingress.admission import Admission
 from serai.ingress.call import Call, Outcome
 from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
 from serai.ingress.continuation import Continuing
+from serai.ingress.dialects import broken_end
 from serai.ingress.endpoints import Body, Endpoint
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, ClientRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
 from serai.ingress.openai_format import (
-    DONE,
     ApiError,
-    SseRelay,
     endpoint_not_supported,
     failure_error,
     read_usage,
@@ -44,8 +43,9 @@ from serai.ingress.requirements import (
 )
 from serai.ingress.retry import Verdict
 from serai.ingress.routing import Ask, prompt_head
-from serai.ingress.sent_events import Transcript, Unsound, usage_so_far
+from serai.ingress.sent_events import Transcript, Unsound
 from serai.ingress.settings import IngressSettings
+from serai.ingress.sse_relay import relay_of
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.telemetry import Tracing, context_of
@@ -284,7 +284,7 @@ class Calls:
         self, request: ClientRequest, call: Call, stream: InferenceStream, headers: dict[str, str], attempt: Attempt
     ) -> Broken | None:
         """Events pass as they came."""
-        relay = SseRelay()
+        relay = relay_of(call.endpoint.dialect)
         first = relay.feed(stream.data_now())
         out = request.start(200, headers, first)
         keep = continuation.is_worth_keeping(self._continuing, call.tried[-1], call.path, call.body)
@@ -410,7 +410,7 @@ class Calls:
                         attempt.answered(head.status, retry_after_s(head.headers))
                         return Broken(answer, broken.error, survivable=True)
                     answer.out.send(b": serai continued on %s\n\n" % record.session.encode())
-                    answer.relay, answer.splice = SseRelay(), plan.splice
+                    answer.relay, answer.splice = relay_of(call.endpoint.dialect), plan.splice
                     return await self._pass_events(call, stream, answer, attempt)
             except StreamFailed as failed:
                 attempt.failed(failed.failure)
@@ -425,7 +425,7 @@ class Calls:
         log.warning("inference.broken_stream", request_id=call.request_id, session=call.tried[-1].session, code=code)
         call.usage = answer.usage()
         call.outcome, call.error_code = Outcome.TRUNCATED, code
-        answer.out.end(usage_so_far(answer.last) + broken.error.event() + DONE)
+        answer.out.end(broken_end(call.endpoint.dialect, broken.error, answer.last))
 
 
 def _unfinished() -> ApiError:

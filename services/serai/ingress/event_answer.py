@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serai.ingress.http_server import ClientRequest, ClientStream
-from serai.ingress.openai_format import ApiError, SseRelay
+from serai.ingress.openai_format import ApiError
 from serai.ingress.sent_events import Transcript
 from serai.ingress.splice import Splice
+from serai.ingress.sse_relay import SseRelay
 
 
 @dataclass(slots=True)

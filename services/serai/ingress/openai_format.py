@@ -1,4 +1,4 @@
-"""OpenAI JSON, SSE framing and error bodies. Pure: bytes in, bytes out.
+"""OpenAI JSON and error bodies. Pure: bytes in, bytes out.
 
 Bodies and streams pass as they came; what is read here is read from a copy.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +15,6 @@ import orjson
 from serai.contracts.inference import FailureCode, InferenceFailure
 
 DONE = b"data: [DONE]\n\n"
-_HELD_BYTES_MAX = 1024 * 1024
-_TAIL_BYTES = 4096
 
 
 class ApiError(Exception):
@@ -128,6 +125,7 @@ _STATUS: dict[FailureCode, tuple[int, str]] = {
     FailureCode.AGENT_SILENT: (503, "server_error"),
     FailureCode.AGENT_LEFT: (503, "server_error"),
     FailureCode.BUS_LOST: (503, "server_error"),
+    FailureCode.STOPPED: (503, "server_error"),
     FailureCode.DEADLINE: (504, "timeout_error"),
     FailureCode.ENGINE_SILENT: (504, "timeout_error"),
     FailureCode.CREDIT_STARVED: (504, "timeout_error"),
@@ -143,65 +141,6 @@ def failure_error(failure: InferenceFailure) -> ApiError:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
-
-
-class SseRelay:
-    """Lets whole events through and holds back the beginning of the next one, so that a stream that breaks off can
-    be ended with an event of ours; and holds back the engine's end marker until the answer is known to be whole.
-    Bytes are never changed. Reads the end marker and the usage on the way."""
-
-    __slots__ = ("_held", "_last", "done")
-
-    def __init__(self) -> None:
-        self._held = b""
-        self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
-        self.done = False
-        """Whether the engine has said `[DONE]`."""
-
-    def feed(self, data: bytes) -> bytes:
-        """The bytes that may go to the client now."""
-        if self._held:
-            data = self._held + data
-            self._held = b""
-        if not data.endswith(_EVENT_ENDS) and len(data) < _HELD_BYTES_MAX:
-            end = _end_of_last_event(data)
-            self._held = data[end:]
-            data = data[:end]
-            if not data:
-                return data
-        self._last.append(data)
-        self.done = False
-        if _DONE_TEXT in data and _is_done(data):
-            # Held with what came together with it, which leaves with the end: one write instead of two.
-            self.done = True
-            self._held = data
-            return b""
-        return data
-
-    def rest(self) -> bytes:
-        """What was held back, for a stream that its engine ended as whole."""
-        held, self._held = self._held, b""
-        return held
-
-    def usage(self) -> dict[str, Any] | None:
-        """The last `usage` object the engine sent, if it sent one near the end."""
-        return read_usage(b"".join(self._last)[-_TAIL_BYTES:])
-
-
-_EVENT_ENDS = (b"\n\n", b"\n\r\n")
-_REMEMBERED = 8
-"""So many last pieces are looked through for the usage: the end of a stream may come in as many writes."""
-_DONE_TEXT = b"[DONE]"
-
-
-def _is_done(events: bytes) -> bool:
-    # At the start of a line: a model may well write these words itself.
-    return events.rstrip(b"\r\n").rpartition(b"\n")[2] in (b"data: [DONE]", b"data:[DONE]")
-
-
-def _end_of_last_event(data: bytes) -> int:
-    unix, windows = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
-    return max(unix + 2 if unix >= 0 else 0, windows + 3 if windows >= 0 else 0)
 
 
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')

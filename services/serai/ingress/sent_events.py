@@ -177,7 +177,7 @@ def sse_event(fields: Mapping[str, Any]) -> bytes:
 def blocks_of(events: bytes) -> list[bytes]:
     """The events of `events`, without the empty lines between them."""
     if b"\r" in events:
-        events = events.replace(b"\r\n", b"\n")
+        events = events.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     return [block for block in events.split(b"\n\n") if block and not block.isspace()]
 
 

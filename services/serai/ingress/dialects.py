@@ -1,0 +1,60 @@
+"""What the ingress itself says in each dialect: errors, the end of a broken stream, signs of life. Pure."""
+
+from __future__ import annotations
+
+import orjson
+
+from serai.ingress.anthropic_messages import errors as anthropic
+from serai.ingress.endpoints import Dialect
+from serai.ingress.openai_format import DONE, ApiError
+from serai.ingress.sent_events import blocks_of, data_of, usage_so_far
+
+KEEP_ALIVE: dict[Dialect, bytes] = {
+    Dialect.OPENAI: b": keep-alive\n\n",
+    Dialect.RESPONSES: b": keep-alive\n\n",
+    Dialect.ANTHROPIC: b'event: ping\ndata: {"type": "ping"}\n\n',
+}
+"""What may stand between any two events and means nothing."""
+
+
+def error_body(dialect: Dialect, error: ApiError) -> bytes:
+    """An error object, for an answer of which nothing has been sent."""
+    if dialect is Dialect.ANTHROPIC:
+        return anthropic.error_body(error, error.request_id)
+    return error.body()
+
+
+def broken_end(dialect: Dialect, error: ApiError, last: bytes) -> bytes:
+    """The end of a stream that is not whole, behind its `last` events: one error event, and never what a whole answer
+    ends with but OpenAI's `[DONE]`, which only says that nothing more comes."""
+    if dialect is Dialect.ANTHROPIC:
+        return anthropic.error_event(error)
+    if dialect is Dialect.RESPONSES:
+        return _responses_error(error, _next_number(last))
+    return usage_so_far(last) + error.event() + DONE
+
+
+def _responses_error(error: ApiError, number: int) -> bytes:
+    """The API's own `error` event; and in it the object by which OpenAI's clients know that they must raise."""
+    told = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    event = {
+        "type": "error",
+        "sequence_number": number,
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+        "error": told,
+    }
+    return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
+def _next_number(events: bytes) -> int:
+    """The sequence number of what follows `events`; 0 when they have none."""
+    for block in reversed(blocks_of(events)):
+        try:
+            event = orjson.loads(data_of(block) or b"null")
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("sequence_number"), int):
+            return int(event["sequence_number"]) + 1
+    return 0
