@@ -11,8 +11,7 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 async def connected(server: HttpServer) -> Client:
     """A client of `server`, which has been started on any port."""
-    assert server._server is not None
-    return await asyncio.open_connection("127.0.0.1", server._server.sockets[0].getsockname()[1])
+    return await asyncio.open_connection("127.0.0.1", server._servers[0].sockets[0].getsockname()[1])
 
 
 def post(body: bytes, *headers: str, path: str = "/x") -> bytes:

@@ -392,6 +392,7 @@ def test_a_stream_that_cannot_go_on_ends_with_the_error_that_broke_it(
         (FailureCode.DEADLINE, PROMPT),
         (FailureCode.CREDIT_STARVED, PROMPT),
         (FailureCode.BUS_LOST, PROMPT),
+        (FailureCode.STOPPED, PROMPT),
         (FailureCode.ENGINE_CUT, PROMPT.replace(b'"stream"', b'"n":2,"stream"')),
         (FailureCode.ENGINE_CUT, PROMPT.replace(b"prompt", b"input")),
     ],

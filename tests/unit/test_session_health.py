@@ -60,6 +60,7 @@ def test_a_session_is_blamed_for_what_lies_with_it(code: FailureCode) -> None:
         FailureCode.CREDIT_STARVED,
         FailureCode.CANCELLED,
         FailureCode.BUS_LOST,
+        FailureCode.STOPPED,
     }
     expected = Outcome.BUSY if code in busy else Outcome.NOTHING if code in elsewhere else Outcome.FAILURE
     assert of_failure(InferenceFailure(code, "x")) is expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
 from serai.contracts.subjects import (
     BEAT,
@@ -20,11 +21,16 @@ from serai.contracts.subjects import (
 from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
+from serai.ingress.worker_place import WorkerPlace
+from serai.ingress.workers import Plan, hand_over, place_of
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.reconnect_curve import SPAN_FEW_S
-from serai.runtime.service import run_service, serve_metrics, watch_bus
+from serai.runtime.service import run_service, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
+
+STOP_SPARE_S = 5.0
+"""What a worker may take to stop beside what its requests may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         access = Access(settings.keys_file)
     except BadKeysFile as error:
         refuse(str(error))
+    taken = place_of()
+    if taken is None and settings.workers > 1:
+        hand_over(_plan(settings))
+    place = WorkerPlace.take(taken) if taken is not None else None
 
     async def main(stop: asyncio.Event) -> None:
         bus = await NatsBus.connect(settings.nats, "ingress", reconnect_span_s=SPAN_FEW_S)
@@ -51,13 +61,27 @@ def run(arguments: argparse.Namespace) -> int:
                 must_subscribe=[SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every],
                 must_not_subscribe=[INFERENCE.every, "_INBOX_agent.>"],
             )
-            async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
-                await Ingress(settings, bus, access, tracing).run(stop)
+            async with watch_bus(bus.closed):
+                await Ingress(settings, bus, access, tracing, place).run(stop)
         finally:
             await bus.aclose()
             tracing.close()
 
     return run_service("ingress", main)
+
+
+def _plan(settings: IngressSettings) -> Plan:
+    """A worker is started by the command that started this process."""
+    return Plan(
+        workers=settings.workers,
+        host=settings.host,
+        port=settings.port,
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.metrics_port,
+        stop_s=settings.drain_delay_s + settings.shutdown_s + STOP_SPARE_S,
+        log_json=settings.log_json or not sys.stderr.isatty(),
+        command=[sys.executable, *sys.orig_argv[1:]],
+    )
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import socket
 import time
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Protocol, cast
@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import httptools
 import structlog
 
+from serai.ingress.listening import BACKLOG
 from serai.ingress.openai_format import ApiError
 
 log = structlog.get_logger()
@@ -31,6 +32,9 @@ READING_S = 60.0
 """How long a request's head or body may make no progress."""
 LOOK_EVERY_S = 5.0
 FLUSH_S = 1.0
+DRAIN_IDLE_S = 1.0
+"""How long a kept connection may be idle once the server drains: a client that is about to ask does it within that."""
+_DRAIN_LOOK_S = 0.1
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _STATUS_LINES = {status: f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}" for status in range(100, 1000)}
@@ -109,6 +113,8 @@ class HttpRequest:
 
     def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
         text = _STATUS_LINES[status]
+        if self._connection.server.draining:
+            self.keep_alive = False
         for name, value in headers.items():
             if "\n" in value or "\r" in value:
                 raise ValueError(f"the value of {name} contains a line break")
@@ -160,22 +166,44 @@ class HttpServer:
         self.body_bytes_max = body_bytes_max
         self.connections: set[HttpServerConnection] = set()
         self.stopping = False
+        self.draining = False
         self.date = b""
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError when it cannot listen."""
+        await self._serve(host=host, port=port)
+
+    async def start_on(self, listeners: Iterable[socket.socket]) -> None:
+        """Takes connections from sockets that listen already."""
+        for listener in listeners:
+            await self._serve(sock=listener)
+
+    async def _serve(self, **where: Any) -> None:
         self._look()
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: HttpServerConnection(self), host, port, backlog=1024
-        )
+        loop = asyncio.get_running_loop()
+        self._servers.append(await loop.create_server(lambda: HttpServerConnection(self), backlog=BACKLOG, **where))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """No new connections; kept ones get `connection: close` with their next answer, or are closed when idle.
+        Returns when all are gone, or False after `timeout_s`."""
+        self.draining = True
+        for server in self._servers:
+            server.close()
+        give_up_at_s = time.monotonic() + timeout_s
+        while self.connections:
+            self._look()
+            if time.monotonic() >= give_up_at_s:
+                return False
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        return True
 
     async def aclose(self) -> None:
         """Stops listening and closes every connection: what has been written still leaves, for a second at most;
         handlers that still run are cancelled."""
         self.stopping = True
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in tuple(self.connections):
             connection.shut()
         for _ in range(round(FLUSH_S / 0.01)):
@@ -446,6 +474,11 @@ class HttpServerConnection(asyncio.Protocol):
         """Closes the connection when it is idle, or its request makes no progress, for too long."""
         if self._task is not None:
             return
-        limit_s = READING_S if self._in_request else IDLE_S
-        if now - self._moved_at_s > (LOOK_EVERY_S if self._discard else limit_s):
+        idle_s = DRAIN_IDLE_S if self.server.draining else IDLE_S
+        limit_s = READING_S if self._in_request else idle_s
+        if now - self._moved_at_s <= (LOOK_EVERY_S if self._discard else limit_s):
+            return
+        if self.server.draining and self._transport is not None:
+            self._transport.close()  # Not before a slow client has read what was written.
+        else:
             self.abort()

@@ -280,6 +280,7 @@ class InferenceStream:
 
 
 _BUS_LOST = InferenceFailure(FailureCode.BUS_LOST, "the gateway has lost its connection to NATS")
+_STOPPED = InferenceFailure(FailureCode.STOPPED, "the gateway has stopped before the answer was whole")
 
 
 class InferenceClient:
@@ -330,6 +331,11 @@ class InferenceClient:
                     await self._idle.wait()
             except TimeoutError:
                 pass
+
+    def fail_all(self) -> None:
+        """The ingress ends: whoever still waits for an answer is told."""
+        for stream in tuple(self._streams.values()):
+            stream.fail(_STOPPED)
 
     def body_frames(self, body_bytes: int) -> int:
         """How many BODY frames a body of that size makes."""

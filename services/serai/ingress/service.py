@@ -21,16 +21,17 @@ from serai.ingress.admission import Admission
 from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
 from serai.ingress.configuration import Configuration
+from serai.ingress.door import Door, Told
 from serai.ingress.endpoints import BY_PATH
-from serai.ingress.http_server import ClientGone, HttpRequest, HttpServer
+from serai.ingress.http_server import FLUSH_S, ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
 from serai.ingress.model_listing import ModelListing
 from serai.ingress.openai_format import ApiError, unknown_model
 from serai.ingress.routing import PolicyChoice, PolicyNeeds, SessionSpeeds
 from serai.ingress.settings import IngressSettings
+from serai.ingress.worker_place import WorkerPlace
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
-from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.runtime.version import VERSION
 
@@ -46,7 +47,14 @@ Handler = Callable[[HttpRequest], Coroutine[Any, Any, None]]
 class Ingress:
     """Collaborators come from outside; `run` returns when told to stop and the requests have ended."""
 
-    def __init__(self, settings: IngressSettings, bus: Bus, access: Access, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        settings: IngressSettings,
+        bus: Bus,
+        access: Access,
+        tracing: Tracing,
+        place: WorkerPlace | None = None,
+    ) -> None:
         self._settings = settings
         self._bus = bus
         self._access = access
@@ -65,6 +73,7 @@ class Ingress:
         self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)
         self._calls = Calls(settings, bus, self._copy, self._client, self._chooser, tracing, Admission(), Accounting())
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
+        self._door = Door(settings, self._server, place)
         self._stopping = False
         self.apply(Configuration())
         self._routes: dict[tuple[str, str], Handler] = {
@@ -86,17 +95,15 @@ class Ingress:
         await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
         self._listing.body(time.monotonic())  # The first takes longest.
         async with asyncio.TaskGroup() as tasks:
-            working = [self._copy.run(), self._watching(), self._tidying(), self._server.watching()]
+            working = [self._copy.run(), self._watching(), self._tidying(), self._door.watching()]
             if self._settings.keys_file is not None:
                 working.append(self._watching_keys())
             running = [tasks.create_task(work) for work in working]
             try:
-                await self._listen()
-                log.info("ingress.ready", url=f"http://{self._settings.host}:{self._settings.port}")
-                await stop.wait()
-                await self._finish()
+                async with self._door.open():
+                    log.info("ingress.ready", url=f"http://{self._settings.host}:{self._settings.port}")
+                    await self._finish(await self._door.told(stop))
             finally:
-                await self._server.aclose()
                 for task in running:
                     task.cancel()
         for subscription in subscriptions:
@@ -106,23 +113,13 @@ class Ingress:
         """Takes effect with the next request; those that run keep what they began with."""
         self.configuration = configuration
 
-    async def _listen(self) -> None:
-        host, port = self._settings.host, self._settings.port
-        try:
-            await self._server.start(host, port)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ServiceFailure(
-                f"cannot listen on {host}:{port} ({reason}); is another server there? choose another --port",
-                exit_code=2,
-            ) from error
-
-    async def _finish(self) -> None:
-        """No new requests; those that run get `shutdown_s`."""
-        self._stopping = True
-        await self._client.until_idle(self._settings.shutdown_s)
-        if self._client.open_streams:
+    async def _finish(self, told: Told) -> None:
+        """Those that run get `shutdown_s`; what is left then is told so, where it can be told."""
+        self._stopping = told is Told.STOP
+        if not await self._door.close(told):
             log.warning("ingress.cut_short", streams=self._client.open_streams)
+            self._client.fail_all()
+            await self._server.drain(FLUSH_S)
 
     async def _tidying(self) -> None:
         """What was learned of sessions and models that are gone is forgotten."""
@@ -185,8 +182,6 @@ class Ingress:
     async def on_inference(self, request: HttpRequest) -> None:
         """Hop 1 begins here: docs/request-path.md."""
         caller = self._caller(request)
-        if self._stopping:
-            raise ApiError(503, "This gateway is stopping.", kind="server_error", code="stopping", retry_after_s=1)
         await self._calls.answer(request, BY_PATH[request.path.rstrip("/")], caller)
 
     async def on_live(self, request: HttpRequest) -> None:
@@ -213,7 +208,7 @@ class Ingress:
 
     async def on_metrics(self, request: HttpRequest) -> None:
         headers = {"content-type": prometheus_client.CONTENT_TYPE_LATEST}
-        request.respond(200, headers, prometheus_client.generate_latest())
+        request.respond(200, headers, await self._door.metrics())
 
     async def on_models(self, request: HttpRequest) -> None:
         """From the local copy of the registry, never by asking around."""

@@ -53,6 +53,7 @@ _ELSEWHERE = frozenset(
         FailureCode.CREDIT_STARVED,  # The client reads nothing.
         FailureCode.CANCELLED,
         FailureCode.BUS_LOST,  # This ingress itself is cut off.
+        FailureCode.STOPPED,  # It ends.
     }
 )
 

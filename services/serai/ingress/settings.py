@@ -10,6 +10,8 @@ from serai.ingress.routing import POLICIES
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
+WORKERS_MAX = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressSettings(ConnectionSettings):
@@ -29,7 +31,11 @@ class IngressSettings(ConnectionSettings):
     silence_timeout_s: float = setting(5.0, "how long a session may be silent while it works, in seconds")
     client_stall_s: float = setting(60.0, "how long a client may read nothing of its answer, in seconds")
     window_bytes: int = setting(256 * 1024, "bytes of one answer on their way from agent to client at most")
+    drain_delay_s: float = setting(
+        0.0, "how long requests are still taken after SIGTERM, while load balancers notice, in seconds"
+    )
     shutdown_s: float = setting(30.0, "how long running requests may take to finish after SIGTERM, in seconds")
+    workers: int = setting(1, "processes that serve the port together; more than one need a parent beside them")
 
     def __post_init__(self) -> None:
         ConnectionSettings.__post_init__(self)
@@ -48,8 +54,11 @@ class IngressSettings(ConnectionSettings):
             raise ValueError("--keys-file and --anonymous exclude each other")
         if self.window_bytes < 64 * 1024:
             raise ValueError(f"--window-bytes {self.window_bytes}: must be at least 65536")
-        if self.shutdown_s < 0:
-            raise ValueError(f"--shutdown-s {self.shutdown_s:g}: must not be negative")
+        for flag, seconds in (("--shutdown-s", self.shutdown_s), ("--drain-delay-s", self.drain_delay_s)):
+            if seconds < 0:
+                raise ValueError(f"{flag} {seconds:g}: must not be negative")
+        if not 1 <= self.workers <= WORKERS_MAX:
+            raise ValueError(f"--workers {self.workers}: must be between 1 and {WORKERS_MAX}")
         positive = {
             "--body-bytes-max": self.body_bytes_max,
             "--answer-bytes-max": self.answer_bytes_max,

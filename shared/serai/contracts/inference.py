@@ -118,6 +118,7 @@ class FailureCode(StrEnum):
     AGENT_SILENT = "agent_silent"
     FRAME_GAP = "frame_gap"
     BUS_LOST = "bus_lost"
+    STOPPED = "stopped"
 
 
 class InferenceFailure(msgspec.Struct, frozen=True):
