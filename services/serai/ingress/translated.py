@@ -1,0 +1,132 @@
+"""Endpoints that an engine does not have, answered through its chat completions: a request that looks like a
+`POST /v1/chat/completions` to whatever answers it, and tells its client what comes in the words the client knows.
+
+Retries, continuation, accounting and back-pressure lie below and know nothing of it; decision 0010 says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from serai.ingress.anthropic_messages import request as messages_request
+from serai.ingress.anthropic_messages.answer import MessageAnswer
+from serai.ingress.chat_answer import ChatReader, Piece, read_answer, read_error_body
+from serai.ingress.endpoints import BY_PATH, Endpoint
+from serai.ingress.http_server import ClientRequest, ClientStream
+from serai.ingress.openai_format import ApiError, parsed_object, read_fields
+from serai.ingress.responses_api import request as responses_request
+from serai.ingress.responses_api.answer import ResponseAnswer
+
+CHAT = BY_PATH["/v1/chat/completions"]
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
+_JSON = {"content-type": "application/json"}
+
+
+class Answer(Protocol):
+    """One answer in another dialect."""
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]: ...
+
+    def events(self, pieces: Sequence[Piece]) -> bytes: ...
+
+    def error(self, error: ApiError, request_id: str) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """How one endpoint's requests and answers are translated."""
+
+    chat_request: Callable[[dict[str, Any]], dict[str, Any]]
+    answer: Callable[[dict[str, Any]], Answer]
+
+
+_TRANSLATED = {
+    "/v1/messages": Translation(messages_request.chat_request, MessageAnswer),
+    "/v1/responses": Translation(responses_request.chat_request, ResponseAnswer),
+}
+
+
+def is_translatable(endpoint: Endpoint) -> bool:
+    """Whether an engine without this endpoint can answer it through its chat completions."""
+    return endpoint.path in _TRANSLATED
+
+
+def translated(request: ClientRequest, endpoint: Endpoint) -> ClientRequest:
+    """`request` as one for `CHAT`. Raises ApiError (400) naming what is wrong or cannot be translated."""
+    translation = _TRANSLATED[endpoint.path]
+    fields = parsed_object(request.body)
+    streams = read_fields(fields).stream
+    body = orjson.dumps(translation.chat_request(fields))
+    return TranslatedRequest(request, body, translation.answer(fields), streams=streams)
+
+
+class TranslatedRequest:
+    """A client's request, as chat completions; its answer, as its client asked for it."""
+
+    __slots__ = ("_answer", "_client", "_streams", "body")
+
+    def __init__(self, client: ClientRequest, body: bytes, answer: Answer, *, streams: bool) -> None:
+        self._client = client
+        self._answer = answer
+        self._streams = streams
+        self.body = body
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._client.headers
+
+    def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be read."""
+        request_id = headers.get("x-request-id", "")
+        if status >= 400:
+            error = self._answer.error(read_error_body(body, status), request_id)
+            self._client.respond(status, answer_headers(headers) | _JSON, error)
+            return
+        pieces = read_answer(body, request_id)
+        if self._streams:  # Though its engine did not: the client waits for events.
+            self._client.start(status, answer_headers(headers) | _EVENTS).end(self._answer.events(pieces))
+            return
+        whole = orjson.dumps(self._answer.whole(pieces))
+        self._client.respond(status, answer_headers(headers) | _JSON, whole)
+
+    def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
+        """Events, of an answer or of an error."""
+        reader = ChatReader(headers.get("x-request-id", ""))
+        events = self._answer.events(reader.feed(data))
+        out = self._client.start(status, answer_headers(headers) | _EVENTS, events)
+        return TranslatedStream(out, reader, self._answer)
+
+    def abort(self) -> None:
+        self._client.abort()
+
+
+class TranslatedStream:
+    """Chat completion events go in, the client's come out, in the same call."""
+
+    __slots__ = ("_answer", "_out", "_reader")
+
+    def __init__(self, out: ClientStream, reader: ChatReader, answer: Answer) -> None:
+        self._out = out
+        self._reader = reader
+        self._answer = answer
+
+    def send(self, data: bytes) -> bool:
+        return self._out.send(self._answer.events(self._reader.feed(data)))
+
+    async def room(self) -> None:
+        await self._out.room()
+
+    def end(self, data: bytes = b"") -> None:
+        """The end is told as that of a whole answer only if `data`, or what came before, says so."""
+        pieces = [*self._reader.feed(data), *self._reader.end()]
+        self._out.end(self._answer.events(pieces))
+
+
+def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of the answer below, with the request's id under Anthropic's name for it, too."""
+    request_id = headers.get("x-request-id")
+    return {**headers} if request_id is None else {**headers, "request-id": request_id}
