@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT
 
-from serai.contracts import inference, registry, session_record, status, usage
+from serai.contracts import inference, limits, registry, session_record, status, usage
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.inference import (
     FailureCode,
@@ -28,6 +28,7 @@ from serai.contracts.inference import (
     ResponseEnd,
     ResponseHead,
 )
+from serai.contracts.limits import BudgetAccount, BudgetLease, LimitsUse, ScopeUse
 from serai.contracts.registry import (
     AllocationEnded,
     DigestAnswer,
@@ -127,9 +128,14 @@ _USAGE = UsageRecord(
     output_tokens=300,
     tokens_estimated=True,
 )
+_LEASE = BudgetLease(250_000, 1_796_061_600.5)
 _SPENT = Spent("project:climate", "qwen2.5:7b", 17, 1_024, 512, 300, 3.125)
 
 MESSAGES: list[object] = [
+    LimitsUse("5f3a9c01d2e4b687", 3_600.5, {"project:climate": ScopeUse(1_024, 524_288, 17)}),
+    BudgetAccount("2026-11", 1_500_000, {"5f3a9c01d2e4b687": _LEASE}),
+    ScopeUse(1_024, 524_288, 17),
+    _LEASE,
     _REQUEST,
     _HEAD,
     _END,
@@ -214,7 +220,9 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 
 
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
-    kinds = {name for module in (inference, registry, session_record, status, usage) for name in messages_of(module)}
+    kinds = {
+        name for module in (inference, limits, registry, session_record, status, usage) for name in messages_of(module)
+    }
     assert {message_name(message) for message in MESSAGES} == kinds
     assert {frame.kind for frame in FRAMES} == set(FrameKind)
     expected = {f"{name}.json" for name in kinds} | {f"{kind.name}.hex" for kind in FrameKind}

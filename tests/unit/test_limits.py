@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serai.contracts.limits import LimitsUse, ScopeUse
 from serai.ingress.limits import (
     Limit,
     Limiter,
@@ -14,6 +15,7 @@ from serai.ingress.limits import (
     Price,
     Refused,
     Reservation,
+    Scope,
     duration,
     need_of,
 )
@@ -23,6 +25,12 @@ def limiter(**limits: int) -> Limiter:
     made = Limiter()
     made.configure("p", Limits(**limits), 0)
     return made
+
+
+def scope(limits: Limiter, name: str = "p") -> Scope:
+    found = limits.scope(name)
+    assert found is not None
+    return found
 
 
 def reserved(found: Reservation | Refused) -> Reservation:
@@ -56,7 +64,7 @@ def test_a_refused_request_takes_nothing() -> None:
     before = limits.headers(["p"], 0)
     assert refused(limits.reserve(["p", "full"], Need(50, 500), 0)).scope == "full"
     assert limits.headers(["p"], 0) == before
-    assert limits.concurrent("p") == 0
+    assert scope(limits, "p").running == 0
     reserved(limits.reserve(["p"], Need(100, 1000), 0))
 
 
@@ -143,7 +151,7 @@ def test_so_many_at_once_and_each_end_makes_a_place() -> None:
     assert first.settle(Need(1))
     assert not first.settle(Need(1))
     assert not first.release()
-    assert limits.concurrent("p") == 1
+    assert scope(limits, "p").running == 1
     reserved(limits.reserve(["p"], Need(1), 0))
     refused(limits.reserve(["p"], Need(1), 0))
     assert second.release()
@@ -162,15 +170,15 @@ def test_a_hundred_at_once_cannot_overrun_a_budget_for_ten() -> None:
     assert no.message == "The budget of p (0.001000) has 0.000000 left; this request may cost 0.000100."
     for reservation in granted:
         reservation.settle(Need(5, 50))
-    assert limits.spent_micros("p") == 500
+    assert scope(limits, "p").spent_micros == 500
     assert sum(isinstance(limits.reserve(["p"], Need(10, 100), 0), Reservation) for _ in range(100)) == 5
 
 
 def test_a_spent_budget_stops_what_is_free_as_well_until_the_next_period() -> None:
     limits = limiter(budget_micros=100)
-    limits.spend("p", 100)
+    scope(limits, "p").spent_micros = 100
     refused(limits.reserve(["p"], Need(10, 0), 0))
-    limits.spend("p", 0)
+    scope(limits, "p").spent_micros = 0
     reserved(limits.reserve(["p"], Need(10, 0), 0))
 
 
@@ -203,12 +211,12 @@ def test_used_and_reserved_never_exceed_the_budget_and_all_ends(moves: list[tupl
                 with reservation:
                     reservation.note(Need(1, used))
                 spent += used
-        assert limits.spent_micros("p") == limits.spent_micros("key") == spent
+        assert scope(limits, "p").spent_micros == scope(limits, "key").spent_micros == spent
         assert spent + sum(cost for _, cost in running) <= budget
-        assert limits.concurrent("p") == limits.concurrent("key") == len(running) <= 5
+        assert scope(limits, "p").running == scope(limits, "key").running == len(running) <= 5
     for reservation, _ in running:
         reservation.release()
-    assert limits.concurrent("p") == 0
+    assert scope(limits, "p").running == 0
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -227,7 +235,7 @@ def test_a_request_that_breaks_is_settled_with_what_was_noted_last() -> None:
     with pytest.raises(OSError, match="cut"):
         stream()
     assert found.closed
-    assert (limits.spent_micros("p"), limits.concurrent("p")) == (300, 0)
+    assert (scope(limits, "p").spent_micros, scope(limits, "p").running) == (300, 0)
     assert limits.headers(["p"], 0)["x-ratelimit-remaining-tokens"] == "70"
 
 
@@ -236,7 +244,7 @@ def test_what_was_settled_is_not_settled_again_at_the_end_of_its_with() -> None:
     with reserved(limits.reserve(["p"], Need(1, 100), 0)) as found:
         found.note(Need(1, 50))
         found.settle(Need(1, 70))
-    assert limits.spent_micros("p") == 70
+    assert scope(limits, "p").spent_micros == 70
 
 
 def test_without_limits_everything_is_granted() -> None:
@@ -258,7 +266,7 @@ def test_limits_that_change_keep_what_was_used() -> None:
     assert limits.headers(["p"], 0)["x-ratelimit-remaining-requests"] == "2"
     limits.configure("p", Limits(), 0)
     assert limits.headers(["p"], 0) == {}
-    assert limits.concurrent("p") == 8
+    assert scope(limits, "p").running == 8
 
 
 def test_scopes_that_are_gone_are_forgotten_when_nothing_of_theirs_runs() -> None:
@@ -269,6 +277,60 @@ def test_scopes_that_are_gone_are_forgotten_when_nothing_of_theirs_runs() -> Non
     running.release()
     limits.retain([])
     assert not limits._scopes
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def told(limits: Limiter, process: str = "other", age_s: float = 1.0) -> LimitsUse:
+    return LimitsUse(process, age_s, limits.take_changed())
+
+
+def test_what_another_process_takes_and_gives_back_counts_here_whichever_of_its_words_are_lost() -> None:
+    here, there = limiter(tokens_per_minute=100, requests_per_minute=10), limiter(tokens_per_minute=1000)
+    first = reserved(there.reserve(["p"], Need(50), 0))
+    here.heard(told(there), 5)
+    assert here.headers(["p"], 0)["x-ratelimit-remaining-tokens"] == "50"
+    first.settle(Need(20))
+    told(there)  # Lost.
+    reserved(there.reserve(["p"], Need(10), 0))
+    for _ in range(2):
+        here.heard(LimitsUse("other", 2.0, {"p": scope(there).use}), 5)
+    assert here.headers(["p"], 0)["x-ratelimit-remaining-tokens"] == "70"
+    assert here.headers(["p"], 0)["x-ratelimit-remaining-requests"] == "8"
+    assert list(there.running()) == list(there.take_changed()) == ["p"]
+    assert not there.take_changed()
+
+
+def test_places_are_counted_over_all_processes_until_one_falls_silent() -> None:
+    here = limiter(concurrent_max=3)
+    here.heard(LimitsUse("a", 1, {"p": ScopeUse(1, 1, 1), "unknown": ScopeUse(1, 1, 1)}), 5)
+    here.heard(LimitsUse("b", 1, {"p": ScopeUse(1, 1, 1)}), 5)
+    reserved(here.reserve(["p"], Need(1), 0))
+    assert refused(here.reserve(["p"], Need(1), 0)).left == 0
+    here.silent("a")
+    reserved(here.reserve(["p"], Need(1), 0))
+    here.forget("b")
+    assert scope(here).running == 2
+
+
+def test_what_a_process_took_before_this_one_listened_is_not_held_against_anybody() -> None:
+    here = limiter(requests_per_minute=10)
+    here.heard(LimitsUse("old", 100.0, {"p": ScopeUse(1000, 0, 0)}), 5)
+    assert here.headers(["p"], 0)["x-ratelimit-remaining-requests"] == "10"
+    here.heard(LimitsUse("old", 101.0, {"p": ScopeUse(1004, 0, 0)}), 6)
+    assert here.headers(["p"], 0)["x-ratelimit-remaining-requests"] == "6"
+
+
+def test_of_a_budget_a_process_spends_what_it_was_granted() -> None:
+    limits = limiter(budget_micros=1000)
+    scope(limits).granted_micros = 0
+    refused(limits.reserve(["p"], Need(1, 0), 0))
+    scope(limits).granted_micros = 100
+    running = reserved(limits.reserve(["p"], Need(1, 60), 0))
+    assert refused(limits.reserve(["p"], Need(1, 60), 0)).left == 40
+    running.settle(Need(1, 30))
+    assert scope(limits).left_micros == 70
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------

@@ -22,8 +22,12 @@ class Server:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.asked: list[str] = []
+        self.headers: dict[str, str] | None = None
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> bytes:
+        self.headers = headers
         what = subject.removeprefix("$JS.API.").removesuffix(".KV_b")
         self.asked.append(what)
         body = json.loads(payload) if subject.startswith("$JS.") else {}
@@ -75,6 +79,25 @@ def test_a_put_makes_a_missing_bucket_and_writes_once_more() -> None:
     server = Server(answer)
     asyncio.run(server.bucket().put("k", b"v"))
     assert server.asked == ["$KV.b.k", "STREAM.CREATE", "$KV.b.k"]
+
+
+def test_a_value_comes_with_its_revision_and_is_replaced_only_while_it_has_that() -> None:
+    def answer(what: str, body: dict[str, Any]) -> Any:
+        if what == "STREAM.MSG.GET":
+            return {"message": {"data": base64.b64encode(b"v").decode(), "seq": 7}}
+        if server.headers == {"Nats-Expected-Last-Subject-Sequence": "7"}:
+            return {"stream": "KV_b", "seq": 8}
+        return {"error": {"code": 400, "err_code": 10071, "description": "wrong last sequence: 7"}}
+
+    server = Server(answer)
+    assert asyncio.run(server.bucket().get("k")) == (b"v", 7)
+    assert asyncio.run(server.bucket().update("k", b"w", 7))
+    assert not asyncio.run(server.bucket().update("k", b"w", 6))
+
+    def nothing(what: str, body: dict[str, Any]) -> Any:
+        return missing(10037)
+
+    assert asyncio.run(Server(nothing).bucket().get("k")) is None
 
 
 def test_state_is_none_without_a_bucket() -> None:

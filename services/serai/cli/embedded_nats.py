@@ -20,11 +20,13 @@ import nkeys
 
 from serai.contracts.subjects import (
     BEAT,
+    BUDGETS_BUCKET,
     CANCEL,
     DIGEST,
     DISCONNECTED,
     ENDED,
     INFERENCE,
+    LIMITS,
     OPINION,
     PROBE,
     SESSION,
@@ -35,12 +37,17 @@ from serai.contracts.subjects import (
 
 _READ_REGISTRY = [DIGEST.every, SNAPSHOT.every, OPINION.every, PROBE.every]
 _HEAR_REGISTRY = [SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every]
+# Reads and compare-and-sets of one bucket's keys, and makes it when it is missing.
+_BUDGETS = [
+    f"$KV.{BUDGETS_BUCKET}.*",
+    *[f"$JS.API.STREAM.{what}.KV_{BUDGETS_BUCKET}" for what in ("MSG.GET", "CREATE")],
+]
 
 _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # role: (may publish, may subscribe)
     "ingress": (
-        [INFERENCE.every, CANCEL.every, *_READ_REGISTRY],
-        [*_HEAR_REGISTRY, "_INBOX_ingress.>"],
+        [INFERENCE.every, CANCEL.every, *_READ_REGISTRY, LIMITS.every, *_BUDGETS],
+        [*_HEAR_REGISTRY, LIMITS.every, "_INBOX_ingress.>"],
     ),
     "registry": (
         [

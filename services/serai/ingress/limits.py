@@ -12,6 +12,8 @@ The rule in plain words:
   hundred requests at once cannot overrun a budget for ten; only a request that costs more than was reserved for it
   can, by that difference, and its scope is then in debt.
 * A reservation ends once, whatever happens; as a context manager it settles what was noted last.
+* Other processes that serve the same callers tell what they have taken (`heard`), which counts as if taken here. Of a
+  budget this process spends what it has been granted (`Scope.granted_micros`).
 
 Money is in whole millionths of whatever currency a budget is in, so that sums are exact.
 """
@@ -21,9 +23,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import TracebackType
+
+from serai.contracts.limits import LimitsUse, ScopeUse
 
 BYTES_PER_TOKEN = 3
 """For the estimate of a prompt that nobody has tokenised. Usual are 3 to 5; an estimate that is too high goes back."""
@@ -144,28 +148,62 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Scope:
+class Scope:
+    """A key or a project: its limits, and what is taken of them."""
+
     limits: Limits
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
+    granted_micros: int | None = None
+    """Of the budget, what this process may spend; None = all of it."""
     spent_micros: int = 0
+    """Of that."""
     open: dict[int, int] = field(default_factory=dict)
     """What each request that runs has reserved of the budget. How many there are, and their sum, follow from it."""
+    requests_total: int = 0
+    tokens_total: int = 0
+    """Taken here since the process began, as is `requests_total`."""
+    elsewhere: dict[str, ScopeUse] = field(default_factory=dict)
+    """The last word of each other process."""
 
     @property
     def reserved_micros(self) -> int:
         return sum(self.open.values())
 
+    @property
+    def left_micros(self) -> int:
+        """Of the budget, or of what was granted of it."""
+        allowed = self.limits.budget_micros if self.granted_micros is None else self.granted_micros
+        return (allowed or 0) - self.spent_micros - self.reserved_micros
+
+    @property
+    def running(self) -> int:
+        """Requests that run, in all processes."""
+        return len(self.open) + sum([use.running for use in self.elsewhere.values()])
+
+    @property
+    def use(self) -> ScopeUse:
+        """For other processes."""
+        return ScopeUse(self.requests_total, self.tokens_total, len(self.open))
+
+    def take(self, requests: int, tokens: int) -> None:
+        """Below 0 gives back."""
+        if self.requests is not None:
+            self.requests.take(requests)
+        if self.tokens is not None:
+            self.tokens.take(tokens)
+
 
 class Reservation:
     """What a request that runs has reserved. Ends once: by `settle`, `release`, or the end of its `with`."""
 
-    __slots__ = ("_closed", "_need", "_number", "_scopes", "_used")
+    __slots__ = ("_changed", "_closed", "_need", "_number", "_scopes", "_used")
 
-    def __init__(self, number: int, scopes: Sequence[_Scope], need: Need) -> None:
+    def __init__(self, number: int, scopes: dict[str, Scope], need: Need, changed: dict[str, None]) -> None:
         self._number = number
         self._scopes = scopes
         self._need = need
+        self._changed = changed
         self._used = Need(0)
         self._closed = False
 
@@ -182,11 +220,13 @@ class Reservation:
         if self._closed:
             return False
         self._closed = True
-        for scope in self._scopes:
+        beyond = used.tokens - self._need.tokens
+        for name, scope in self._scopes.items():
             del scope.open[self._number]
             scope.spent_micros += used.cost_micros
-            if scope.tokens is not None:
-                scope.tokens.take(used.tokens - self._need.tokens)
+            scope.tokens_total += beyond
+            scope.take(0, beyond)
+            self._changed[name] = None
         return True
 
     def release(self) -> bool:
@@ -203,15 +243,17 @@ class Reservation:
 
 
 class Limiter:
-    """All scopes of this ingress. `now` is monotonic, in seconds. A scope without `configure` has no limits."""
+    """All scopes of this process. `now` is monotonic, in seconds. A scope without `configure` has no limits."""
 
     def __init__(self) -> None:
-        self._scopes: dict[str, _Scope] = {}
+        self._scopes: dict[str, Scope] = {}
         self._numbers = itertools.count(1)
+        self._changed: dict[str, None] = {}
+        """Scopes of which something was taken, or given back, since `take_changed`."""
 
     def configure(self, name: str, limits: Limits, now: float) -> None:
         """Limits of a scope, from now on. What it has used and reserved stays."""
-        scope = self._scopes.setdefault(name, _Scope(Limits()))
+        scope = self._scopes.setdefault(name, Scope(Limits()))
         scope.limits = limits
         scope.requests = _bucket(scope.requests, limits.requests_per_minute, now)
         scope.tokens = _bucket(scope.tokens, limits.tokens_per_minute, now)
@@ -222,19 +264,8 @@ class Limiter:
             if not self._scopes[name].open:
                 del self._scopes[name]
 
-    def spend(self, name: str, spent_micros: int) -> None:
-        """What the ledger says that a scope has spent, without what runs now; 0 at the beginning of a new period."""
-        if scope := self._scopes.get(name):
-            scope.spent_micros = spent_micros
-
-    def spent_micros(self, name: str) -> int:
-        scope = self._scopes.get(name)
-        return scope.spent_micros if scope is not None else 0
-
-    def concurrent(self, name: str) -> int:
-        """Requests that run."""
-        scope = self._scopes.get(name)
-        return len(scope.open) if scope is not None else 0
+    def scope(self, name: str) -> Scope | None:
+        return self._scopes.get(name)
 
     def reserve(self, names: Iterable[str], need: Need, now: float) -> Reservation | Refused:
         """From all of these scopes, or from none; then it is the refusal that lasts longest."""
@@ -243,13 +274,51 @@ class Limiter:
         if refusals:
             return max(refusals, key=lambda r: math.inf if r.retry_after_s is None else r.retry_after_s)
         number = next(self._numbers)
-        for scope in scopes.values():
+        for name, scope in scopes.items():
             scope.open[number] = need.cost_micros
-            if scope.requests is not None:
-                scope.requests.take(1)
-            if scope.tokens is not None:
-                scope.tokens.take(need.tokens)
-        return Reservation(number, list(scopes.values()), need)
+            scope.requests_total += 1
+            scope.tokens_total += need.tokens
+            scope.take(1, need.tokens)
+            self._changed[name] = None
+        return Reservation(number, scopes, need, self._changed)
+
+    # -- of several processes ------------------------------------------------------------------------------------
+
+    def take_changed(self) -> dict[str, ScopeUse]:
+        """What this process has taken of the scopes that have changed since the last call."""
+        changed = [name for name in self._changed if name in self._scopes]
+        self._changed.clear()
+        return {name: self._scopes[name].use for name in changed}
+
+    def running(self) -> dict[str, ScopeUse]:
+        """What this process has taken of the scopes of which it has requests now."""
+        return {name: scope.use for name, scope in self._scopes.items() if scope.open}
+
+    def heard(self, told: LimitsUse, listened_s: float) -> None:
+        """What another process has taken counts here, too. Of what it took before the `listened_s` seconds that this
+        one has listened, nothing is known."""
+        for name, use in told.scopes.items():
+            scope = self._scopes.get(name)
+            if scope is None:
+                continue
+            before = scope.elsewhere.get(told.process)
+            if before is None:
+                before = ScopeUse(0, 0, 0) if told.age_s <= listened_s else use
+            scope.take(use.requests - before.requests, use.tokens - before.tokens)
+            scope.elsewhere[told.process] = use
+
+    def silent(self, process: str) -> None:
+        """It has not been heard for so long that its requests are not counted any more."""
+        for scope in self._scopes.values():
+            if use := scope.elsewhere.get(process):
+                scope.elsewhere[process] = replace(use, running=0)
+
+    def forget(self, process: str) -> None:
+        """It will not be heard again."""
+        for scope in self._scopes.values():
+            scope.elsewhere.pop(process, None)
+
+    # -- what is told --------------------------------------------------------------------------------------------
 
     def headers(self, names: Iterable[str], now: float) -> dict[str, str]:
         """OpenAI's `x-ratelimit-*`: of each kind the scope that has the least left. `reset` is when it will be full."""
@@ -277,15 +346,15 @@ def _bucket(before: _Bucket | None, size: int | None, now: float) -> _Bucket | N
     return before
 
 
-def _refusals(name: str, scope: _Scope, need: Need, now: float) -> Iterable[Refused]:
+def _refusals(name: str, scope: Scope, need: Need, now: float) -> Iterable[Refused]:
     limits = scope.limits
     if limits.budget_micros is not None:
-        left = limits.budget_micros - scope.spent_micros - scope.reserved_micros
+        left = scope.left_micros
         # With nothing left, what costs nothing has to stop, too: it is a limit, not a price.
         if need.cost_micros > left or left <= 0:
             yield Refused(name, Limit.BUDGET, limits.budget_micros, need.cost_micros, left, None)
-    if limits.concurrent_max is not None and len(scope.open) >= limits.concurrent_max:
-        left = limits.concurrent_max - len(scope.open)
+    if limits.concurrent_max is not None and (running := scope.running) >= limits.concurrent_max:
+        left = limits.concurrent_max - running
         yield Refused(name, Limit.CONCURRENT, limits.concurrent_max, 1, left, PLACE_RETRY_AFTER_S)
     if scope.requests is not None and (wait_s := scope.requests.wait_s(1, now)) > 0:
         yield _rate_refused(name, Limit.REQUESTS, scope.requests, 1, wait_s, now)

@@ -16,8 +16,9 @@
 | `registry.ended.<site>`    | batch system → registry    | `AllocationEnded`, answered with the same              |
 | `usage.record.<site>`      | ingress → stream → ledger  | `UsageRecord`s, one a line, kept until taken            |
 | `usage.spent.<site>`       | ingress → ledger           | `SpentRequest`, answered with `SpentAnswer`            |
+| `limits.<process>`         | ingress → ingresses        | `LimitsUse`, may be lost                               |
 
-`<session>` is a token already; `<site>` is made one by `to_token`.
+`<session>` and `<process>` are tokens already; `<site>` is made one by `to_token`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from serai.contracts.inference import Frame
+from serai.contracts.limits import LimitsUse
 from serai.contracts.registry import (
     AllocationEnded,
     DigestRequest,
@@ -114,9 +116,12 @@ ENDED: Subject[AllocationEnded] = Subject("registry.ended", AllocationEnded)
 
 USAGE: Subject[UsageRecord] = Subject("usage.record", UsageRecord)
 USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
+LIMITS: Subject[LimitsUse] = Subject("limits", LimitsUse)
 
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
+BUDGETS_BUCKET = "serai_budgets"
+"""KV bucket of budgets, key = scope as a token, value = `BudgetAccount`; written by compare-and-set only."""
 
 USAGE_STREAM, USAGE_CONSUMER = "serai_usage", "ledger"
 """JetStream stream of a site's usage records, one a JetStream domain, and its one durable consumer: all ledgers of the

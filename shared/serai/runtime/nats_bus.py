@@ -24,7 +24,6 @@ from prometheus_client import Counter
 
 from serai.runtime.bus import (
     BUCKET_TIMEOUT_S,
-    Bucket,
     BusDisconnected,
     BusError,
     Handler,
@@ -412,9 +411,11 @@ class NatsBus:
         finally:
             self._trying = None
 
-    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> Bucket:
-        async def request(subject: str, payload: bytes, timeout_s: float) -> bytes:
-            return (await self.request(subject, payload, timeout_s)).data
+    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> NatsBucket:
+        async def request(
+            subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+        ) -> bytes:
+            return (await self.request(subject, payload, timeout_s, headers)).data
 
         return NatsBucket(request, name, in_memory=in_memory, timeout_s=timeout_s)
 

@@ -12,21 +12,29 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from serai.runtime.bus import BUCKET_TIMEOUT_S, BucketState, BusError, NoResponders
 
 T = TypeVar("T")
 
-Request = Callable[[str, bytes, float], Awaitable[bytes]]
-"""Subject, payload, timeout in seconds → the answer. Raises BusError or one of its kinds."""
+
+class Request(Protocol):
+    """Subject, payload, timeout in seconds, headers → the answer. Raises BusError or one of its kinds."""
+
+    def __call__(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Awaitable[bytes]: ...
+
 
 READS_AT_ONCE = 32
 READ_ALL_FACTOR = 6
 """`entries` asks once a key: it may take so many times as long as one call."""
 _KEY = re.compile(r"[-/_=.a-zA-Z0-9]+")
 _NO_STREAM, _NO_MESSAGE = 10059, 10037
+_WRITTEN_MEANWHILE = (10071, 10164)
+_EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
 
 
 class NatsBucket:
@@ -41,20 +49,21 @@ class NatsBucket:
         self._timeout_s = timeout_s
 
     async def put(self, key: str, value: bytes) -> None:
-        async def write() -> None:
-            subject = self._subject(key)
-            try:
-                answer = await self._call(subject, value)
-            except NoResponders:  # No stream takes the subject: the bucket has gone, or has never been.
-                await self._create()
-                try:
-                    answer = await self._call(subject, value)
-                except NoResponders as error:
-                    raise self._error("made, and yet nobody takes what is written to it") from error
-            if "seq" not in (taken := self._read(answer) or {}):
-                raise self._error(f"not written: {taken}")
+        await self._bounded(self._write(key, value))
 
-        await self._bounded(write())
+    async def get(self, key: str) -> tuple[bytes, int] | None:
+        """The value of a key and its revision, for `update`; None when there is none."""
+
+        async def read() -> tuple[bytes, int] | None:
+            message = await self._last(self._subject(key))
+            return None if message is None else (_decoded(message, "data"), int(message["seq"]))
+
+        return await self._bounded(read())
+
+    async def update(self, key: str, value: bytes, revision: int) -> bool:
+        """Compare-and-set: writes if the key's revision is still that one, 0 for a key that has no value; False, and
+        nothing is written, when it is not."""
+        return await self._bounded(self._write(key, value, {_EXPECTED_REVISION: str(revision)}))
 
     async def delete(self, key: str) -> None:
         await self._bounded(self._ask("STREAM.PURGE", {"filter": self._subject(key)}))
@@ -110,11 +119,32 @@ class NatsBucket:
             if not page or len(subjects) >= int((answer or {}).get("total") or 0):
                 return subjects
 
+    async def _write(self, key: str, value: bytes, headers: dict[str, str] | None = None) -> bool:
+        subject = self._subject(key)
+        try:
+            answer = await self._call(subject, value, headers)
+        except NoResponders:  # No stream takes the subject: the bucket has gone, or has never been.
+            await self._create()
+            try:
+                answer = await self._call(subject, value, headers)
+            except NoResponders as error:
+                raise self._error("made, and yet nobody takes what is written to it") from error
+        if headers is not None and (json.loads(answer).get("error") or {}).get("err_code") in _WRITTEN_MEANWHILE:
+            return False
+        if "seq" not in (taken := self._read(answer) or {}):
+            raise self._error(f"not written: {taken}")
+        return True
+
     async def _value(self, subject: str) -> bytes | None:
+        message = await self._last(subject)
+        return None if message is None else _decoded(message, "data")
+
+    async def _last(self, subject: str) -> dict[str, Any] | None:
         answer = await self._ask("STREAM.MSG.GET", {"last_by_subj": subject})
         if answer is None or "KV-Operation:" in _decoded(answer["message"], "hdrs").decode("latin-1"):
             return None  # Removed meanwhile, or the tombstone of another client.
-        return _decoded(answer["message"], "data")
+        message: dict[str, Any] = answer["message"]
+        return message
 
     async def _ask(self, what: str, body: dict[str, Any]) -> dict[str, Any] | None:
         """One question to JetStream about the bucket's stream; None when the stream or the message is not there."""
@@ -124,9 +154,9 @@ class NatsBucket:
             raise self._error("the NATS server has JetStream off for this user's account") from error
         return self._read(answer)
 
-    async def _call(self, subject: str, payload: bytes) -> bytes:
+    async def _call(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> bytes:
         try:
-            return await self._request(subject, payload, self._timeout_s)
+            return await self._request(subject, payload, self._timeout_s, headers)
         except NoResponders:
             raise
         except BusError as error:
