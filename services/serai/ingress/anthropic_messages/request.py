@@ -56,8 +56,10 @@ class Message(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    name: str
-    input_schema: dict[str, Any]
+    """Of any type: those that Anthropic runs itself have no schema."""
+
+    name: str = ""
+    input_schema: dict[str, Any] | None = None
     type: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -156,6 +158,10 @@ def _output(config: OutputConfig) -> dict[str, Any]:
 
 
 def _tool(tool: Tool, index: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise unsupported(f"tools[{index}].type", f"{tool.type[:100]!r} is no tool that this model's engine knows")
+    if not tool.name or tool.input_schema is None:
+        raise unsupported(f"tools[{index}].{'input_schema' if tool.name else 'name'}", "is missing")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
