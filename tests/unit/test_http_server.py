@@ -117,6 +117,8 @@ def test_compressed_bodies_are_read(encoding: str, encode: Callable[[bytes], byt
         (post(gzip.compress(b"x" * 50)[:-10], "Content-Encoding: gzip"), 400, "invalid_body"),
         (post(b"x", "Content-Encoding: br"), 415, "unsupported_encoding"),
         (b"GET / HTTP/1.1\r\nX: " + b"y" * (HEAD_BYTES_MAX + 10) + b"\r\n\r\n", 431, "head_too_large"),
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * 1_000_000, 431, "head_too_large"),
+        (CHUNKED + b"1\r\na\r\n0\r\nX: " + b"y" * 1_000_000, 431, "head_too_large"),
         (b"complete nonsense\r\n\r\n", 400, "invalid_http"),
         (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: many\r\n\r\n", 400, "invalid_http"),
     ],
@@ -251,6 +253,22 @@ def test_headers_cannot_be_split() -> None:
         assert (await answer(client[0]))[1]["x"] == "fine"
 
     serve(talk, evil)
+
+
+def test_a_head_that_drips_has_no_more_time_than_one_that_stops() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"POST / HTTP/1.1\r\nX: ")
+        await asyncio.sleep(0.02)
+        (connection,) = server.connections
+        began_s = connection._moved_at_s
+        for _ in range(3):
+            writer.write(b"y")
+            await asyncio.sleep(0.02)
+        connection.check_time(began_s + 61)
+        assert await reader.read() == b""
+
+    serve(talk)
 
 
 def test_idle_and_stuck_connections_are_closed() -> None:

@@ -248,6 +248,7 @@ class HttpServerConnection(asyncio.Protocol):
         self._moved_at_s = time.monotonic()
         self._in_request = False
         self._discard = False
+        self._unheard_bytes = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -272,8 +273,10 @@ class HttpServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._discard:
             return
-        self._moved_at_s = time.monotonic()
+        if not self._in_request or self._request is not None:
+            self._moved_at_s = time.monotonic()  # A head has its time as a whole: a byte now and then wins nothing.
         self._in_request = True
+        heard_bytes = self._head_bytes + self._body_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -281,6 +284,10 @@ class HttpServerConnection(asyncio.Protocol):
             self._parser = httptools.HttpRequestParser(self)
         except httptools.HttpParserError as error:
             self._refuse(ApiError(400, f"This is not a valid HTTP/1.1 request: {error}", code="invalid_http"))
+        if self._head_bytes + self._body_bytes == heard_bytes:
+            self._count_unheard(len(data))
+        else:
+            self._unheard_bytes = 0
 
     def eof_received(self) -> bool:
         return False
@@ -372,6 +379,13 @@ class HttpServerConnection(asyncio.Protocol):
             self._refuse(
                 ApiError(431, f"The request's head has more than {HEAD_BYTES_MAX} bytes.", code="head_too_large")
             )
+
+    def _count_unheard(self, size: int) -> None:
+        """The parser keeps a header to itself until that has ended; one that never does would fill the memory."""
+        self._unheard_bytes += size
+        is_refused = self._discard or (self._request is not None and self._request.problem is not None)
+        if self._unheard_bytes > HEAD_BYTES_MAX and self._in_request and not is_refused:
+            self._refuse(ApiError(431, f"A header has more than {HEAD_BYTES_MAX} bytes.", code="head_too_large"))
 
     def _check_encoding(self, request: HttpRequest) -> None:
         encoding = self._headers.get("content-encoding", "identity").lower()

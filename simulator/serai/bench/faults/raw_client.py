@@ -164,7 +164,7 @@ class Connection:
     # httptools
 
     def on_message_begin(self) -> None:
-        self._now = Answer(continued=self._now.continued and self._now.end != WHOLE)
+        self._now = Answer(continued=self._now.continued)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._now.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -181,6 +181,7 @@ class Connection:
             return
         self._now.end = WHOLE
         self._answers.append(self._now)
+        self._now = Answer()
 
 
 def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:

@@ -21,7 +21,6 @@ from serai.bench.stand import CHAT_PATH, MODEL
 from serai.worker_agent.engine.process import free_port
 
 START_S = 90.0
-_SETTLE_S = 8.0
 _STEADY_GAP_MAX_S = 3.0
 """A silence of the stream beside that is longer counts as harm: the machine is small and busy."""
 _STEADY_FIRST_WORDS = 2
@@ -36,6 +35,9 @@ def body_of(stream: bool = False, **more: object) -> dict[str, Any]:
 
 class Gateway:
     """A gateway's processes: started, started anew, ended."""
+
+    settle_s = 3.0
+    """How long it may take to use both engines again after a case; then it is started anew."""
 
     def __init__(self, name: str, port: int, headers: Mapping[str, str]) -> None:
         self.name = name
@@ -53,6 +55,8 @@ class Gateway:
 
 class SeraiGateway(Gateway):
     """NATS, registry, ingress, and an agent for each engine."""
+
+    settle_s = 0.2  # Only its ingress is started anew, which takes no longer.
 
     def __init__(self, stand: FleetStand, engines: Sequence[ScriptedEngine]) -> None:
         super().__init__("serai", free_port(), {})
@@ -198,7 +202,7 @@ class Stage:
         """The next case finds both engines well and in use; a gateway that does not come round is started anew."""
         for engine in self.engines:
             engine.script = good
-        give_up_at_s = time.monotonic() + _SETTLE_S
+        give_up_at_s = time.monotonic() + self.gateway.settle_s
         while time.monotonic() < give_up_at_s:
             if await self.is_well():
                 return
