@@ -14,6 +14,7 @@ import orjson
 import prometheus_client
 import structlog
 
+from serai.contracts.session_record import SessionRecord
 from serai.ingress import metrics
 from serai.ingress.access import Access, BadKeysFile, Caller
 from serai.ingress.accounting import Accounting
@@ -22,13 +23,15 @@ from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
 from serai.ingress.configuration import Configuration
 from serai.ingress.door import Door, Told
-from serai.ingress.endpoints import BY_PATH
+from serai.ingress.dialects import error_body
+from serai.ingress.endpoints import BY_PATH, Dialect
 from serai.ingress.http_server import FLUSH_S, ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
 from serai.ingress.model_listing import ModelListing
 from serai.ingress.openai_format import ApiError, unknown_model
 from serai.ingress.routing import PolicyChoice, PolicyNeeds, SessionSpeeds
 from serai.ingress.settings import IngressSettings
+from serai.ingress.translated import as_served
 from serai.ingress.worker_place import WorkerPlace
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -182,7 +185,14 @@ class Ingress:
     async def on_inference(self, request: HttpRequest) -> None:
         """Hop 1 begins here: docs/request-path.md."""
         caller = self._caller(request)
-        await self._calls.answer(request, BY_PATH[request.path.rstrip("/")], caller)
+        asked, endpoint = as_served(request, BY_PATH[request.path.rstrip("/")], self._serving)
+        await self._calls.answer(asked, endpoint, caller)
+
+    def _serving(self, name: str) -> list[SessionRecord]:
+        """The sessions of all models that a client may mean by `name`."""
+        now = time.monotonic()
+        models = self.configuration.aliases.get(name) or (name,)
+        return [record for model in models for record in self.replica.routable(model, now)]
 
     async def on_live(self, request: HttpRequest) -> None:
         """The process runs; says nothing of agents."""
@@ -231,10 +241,12 @@ class Ingress:
 
     def _caller(self, request: HttpRequest) -> Caller:
         authorization = request.headers.get("authorization")
+        if authorization is None and (key := request.headers.get("x-api-key")):
+            authorization = f"Bearer {key}"  # As Anthropic's clients send it.
         caller = self._access.caller(authorization)
         if caller is None:
             given = "is not known here" if authorization else "is missing"
-            text = f"The API key {given}. Send it as `Authorization: Bearer sk-serai-…`."
+            text = f"The API key {given}. Send it as `Authorization: Bearer sk-serai-…`, or as `x-api-key: sk-serai-…`."
             raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
         return caller
 
@@ -257,4 +269,6 @@ def _respond_error(request: HttpRequest, error: ApiError) -> None:
         headers["x-request-id"] = error.request_id
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    request.respond(error.status, headers, error.body())
+    endpoint = BY_PATH.get(request.path.rstrip("/"))
+    dialect = Dialect.OPENAI if endpoint is None else endpoint.dialect
+    request.respond(error.status, headers, error_body(dialect, error))

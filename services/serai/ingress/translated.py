@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from serai.contracts.session_record import SessionRecord
 from serai.ingress.anthropic_messages import request as messages_request
 from serai.ingress.anthropic_messages.answer import MessageAnswer
 from serai.ingress.chat_answer import ChatReader, Piece, read_answer, read_error_body
@@ -50,29 +51,31 @@ _TRANSLATED = {
 }
 
 
-def is_translatable(endpoint: Endpoint) -> bool:
-    """Whether an engine without this endpoint can answer it through its chat completions."""
-    return endpoint.path in _TRANSLATED
-
-
-def translated(request: ClientRequest, endpoint: Endpoint) -> ClientRequest:
-    """`request` as one for `CHAT`. Raises ApiError (400) naming what is wrong or cannot be translated."""
-    translation = _TRANSLATED[endpoint.path]
+def as_served(
+    request: ClientRequest, endpoint: Endpoint, serving: Callable[[str], Sequence[SessionRecord]]
+) -> tuple[ClientRequest, Endpoint]:
+    """`request` as it is, where all sessions of its model are known to have the endpoint themselves or where nothing
+    else would be the same; otherwise as one for chat completions. `serving` tells a model's sessions. Raises ApiError
+    (400) naming what is wrong or cannot be translated."""
+    translation = _TRANSLATED.get(endpoint.path)
+    if translation is None:
+        return request, endpoint
     fields = parsed_object(request.body)
-    streams = read_fields(fields).stream
+    records = serving(read_fields(fields).model)
+    if records and all(endpoint.path in record.metadata.endpoints for record in records):
+        return request, endpoint
     body = orjson.dumps(translation.chat_request(fields))
-    return TranslatedRequest(request, body, translation.answer(fields), streams=streams)
+    return TranslatedRequest(request, body, translation.answer(fields)), CHAT
 
 
 class TranslatedRequest:
     """A client's request, as chat completions; its answer, as its client asked for it."""
 
-    __slots__ = ("_answer", "_client", "_streams", "body")
+    __slots__ = ("_answer", "_client", "body")
 
-    def __init__(self, client: ClientRequest, body: bytes, answer: Answer, *, streams: bool) -> None:
+    def __init__(self, client: ClientRequest, body: bytes, answer: Answer) -> None:
         self._client = client
         self._answer = answer
-        self._streams = streams
         self.body = body
 
     @property
@@ -86,12 +89,8 @@ class TranslatedRequest:
             error = self._answer.error(read_error_body(body, status), request_id)
             self._client.respond(status, answer_headers(headers) | _JSON, error)
             return
-        pieces = read_answer(body, request_id)
-        if self._streams:  # Though its engine did not: the client waits for events.
-            self._client.start(status, answer_headers(headers) | _EVENTS).end(self._answer.events(pieces))
-            return
-        whole = orjson.dumps(self._answer.whole(pieces))
-        self._client.respond(status, answer_headers(headers) | _JSON, whole)
+        whole = self._answer.whole(read_answer(body, request_id))
+        self._client.respond(status, answer_headers(headers) | _JSON, orjson.dumps(whole))
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
         """Events, of an answer or of an error."""
