@@ -7,7 +7,7 @@ counting happens on the event loop, so a plain addition will do: a tenth of that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
@@ -42,6 +42,10 @@ class Counts(Collector):
         if child is None:
             child = self._children[values] = Count()
         return child
+
+    def retain(self, wanted: Callable[[tuple[str, ...]], bool]) -> None:
+        """Forgets the counters whose label values are not wanted."""
+        self._children = {values: child for values, child in self._children.items() if wanted(values)}
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
@@ -89,6 +93,10 @@ class Histograms(Collector):
         if child is None:
             child = self._children[values] = Times(self._bounds)
         return child
+
+    def retain(self, wanted: Callable[[tuple[str, ...]], bool]) -> None:
+        """Forgets the histograms whose label values are not wanted."""
+        self._children = {values: child for values, child in self._children.items() if wanted(values)}
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=self._labels)

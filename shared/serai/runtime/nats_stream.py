@@ -1,14 +1,14 @@
 """A JetStream stream of records and its one durable consumer, by plain requests to the server's API.
 
 Nothing that a client library puts on top is used, for the reasons in `nats_kv.py`: no push, no ordered consumer, no
-reading of acknowledgement subjects. A record is taken off the stream when it is acknowledged; when the stream is full it
-takes no more, so that nothing is thrown away that nobody has had.
+reading of acknowledgement subjects. A record is taken off the stream when it is acknowledged; when the stream is full
+it takes no more, so that nothing is thrown away that nobody has had.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,11 +111,10 @@ class NatsStream:
             found: dict[str, Any] = json.loads(answer)
         except ValueError as error:
             raise BusError(f"stream {self._name}: cannot read the server's answer: {error}") from error
-        error = found.get("error")
-        if error is None:
+        problem = found.get("error")
+        if problem is None:
             return found
-        if absent and error.get("err_code") == absent:
+        code = problem.get("err_code")
+        if absent and code == absent:
             return None
-        raise BusError(
-            f"stream {self._name}: {error.get('description')} (JetStream error {error.get('err_code')})"
-        )
+        raise BusError(f"stream {self._name}: {problem.get('description')} (JetStream error {code})")
