@@ -29,6 +29,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -37,6 +38,8 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        """Of the answer, beside those that follow from the rest."""
         self.request_id: str | None = None
 
     def body(self) -> bytes:
