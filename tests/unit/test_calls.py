@@ -33,6 +33,7 @@ from unit.fakes import Clock, FakeBus, record_of
 from unit.raw_http import Client, answer, answer_chunk, answer_head, connected, post
 
 ASKED = b'{"model":"m","stream":true}'
+ASKED_WHOLE = b'{"model":"m"}'
 EVENT = b'data: {"choices":[{"text":"one"}]}\n\n'
 EVENTS, JSON = {"content-type": "text/event-stream"}, {"content-type": "application/json"}
 
@@ -165,7 +166,7 @@ def test_a_request_of_which_the_client_has_seen_nothing_is_tried_on_another_sess
     serve: Serve, first: list[Part] | None, second: list[Part]
 ) -> None:
     async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
-        status, headers, body = await ask(client)
+        status, headers, body = await ask(client, body=ASKED if second is STREAMED else ASKED_WHOLE)
         assert (status, headers["x-serai-session"]) == (200, "s2")
         assert body == (EVENT + DONE if second is STREAMED else b"{}")
         assert bus.sessions_asked == ["s1", "s2"]
@@ -210,7 +211,24 @@ def test_a_busy_engine_costs_one_other_try_and_is_then_left_in_peace(serve: Serv
             assert (await ask(client))[0] == 200
         assert bus.sessions_asked == ["s1"] + ["s2"] * 4
 
-    serve({"s1": whole(429, b"{}"), "s2": whole(200, b"{}")}, talk)
+    serve({"s1": whole(429, b"{}"), "s2": STREAMED}, talk)
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "says"),
+    [
+        (ASKED, "application/json", b"{}"),
+        (ASKED, "text/html", b"<html>Please log in</html>"),
+        (ASKED_WHOLE, "text/html", b"<html>Please log in</html>"),
+        (ASKED_WHOLE, "application/json", b'{"choices": [{'),
+    ],
+)
+def test_what_is_no_answer_is_not_passed_on_as_one(serve: Serve, body: bytes, content_type: str, says: bytes) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        status, _, answered = await ask(client, body=body)
+        assert (status, told(answered)["code"]) == (502, "engine_protocol")
+
+    serve({"s1": [head(200, {"content-type": content_type}), data(says), end(len(says))]}, talk)
 
 
 def test_a_fleet_that_is_busy_is_asked_twice_per_request_at_most(serve: Serve) -> None:
@@ -231,7 +249,7 @@ def test_what_answered_is_told_and_what_was_demanded_is_kept(serve: Serve) -> No
         assert (status, told(body)["param"]) == (400, "x-serai-require")
         assert bus.sessions_asked == ["s1"]
 
-    serve({"s1": whole(200, b"{}")}, talk)
+    serve({"s1": STREAMED}, talk)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from serai.ingress import continuation, metrics, retry
 from serai.ingress.access import Caller
 from serai.ingress.accounting import Accounting
 from serai.ingress.admission import Admission
+from serai.ingress.answer_check import what_is_wrong
 from serai.ingress.call import Call, Outcome
 from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
 from serai.ingress.continuation import Continuing
@@ -261,6 +262,10 @@ class Calls:
         if head.status == 200 and headers.get("content-type", "").startswith("text/event-stream"):
             return await self._relay_events(request, call, stream, headers | _STREAM_HEADERS, attempt)
         body = await self._whole(stream)
+        if head.status == 200:
+            wanted = call.stream and call.endpoint.streams and call.endpoint.body is Body.JSON
+            if wrong := what_is_wrong(headers.get("content-type", ""), body, stream_wanted=wanted):
+                raise StreamFailed(InferenceFailure(FailureCode.ENGINE_PROTOCOL, wrong))
         call.first_byte_s = time.monotonic()
         call.usage = read_usage(body[-_TAIL_BYTES:])
         call.outcome = Outcome.COMPLETE
