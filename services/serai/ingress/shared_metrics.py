@@ -121,7 +121,7 @@ class SharedMetrics:
         finally:
             with _locked(self._folder):  # Nobody may find it gone before its last counts are there.
                 server.close()
-                self._keep(snapshot())
+                self._keep(self._own_counts())
                 self._is_over = True
                 path.unlink(missing_ok=True)
             if os.getppid() != self._parent and not any(self._folder.glob("*.sock")):
@@ -131,13 +131,13 @@ class SharedMetrics:
         """The whole, in Prometheus' text format."""
         names = [path.stem for path in self._folder.glob("*.sock") if path.stem != self._own]
         answers = await asyncio.gather(*[self._ask(name) for name in names])
-        own = snapshot()
+        own = self._own_counts()
         self._keep(own)
         live = {self._own: own, **{name: said for name, said in zip(names, answers, strict=True) if said is not None}}
         return rendered(combined(_named(live), self._past(set(live))))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        families = snapshot()
+        families = self._own_counts()
         self._keep(families)
         writer.write(_encoder.encode(families))
         try:
@@ -176,6 +176,9 @@ class SharedMetrics:
                 _write(self._counts(_ENDED), ended)
                 path.unlink()
         return [ended, *silent]
+
+    def _own_counts(self) -> list[Family]:
+        return snapshot()
 
     def _keep(self, families: list[Family]) -> None:
         if not self._is_over:
