@@ -189,8 +189,8 @@ def test_a_body_over_the_limit_gets_413_before_it_is_sent() -> None:
         (b'{"model":"other","messages":[{"role":"user","content":"x"}]}', 404, "model_not_found"),
         (b'{"messages":[]}', 400, None),
         (b'{"messages":["x"]}', 400, None),
-        (b'{"messages":[{"role":"user","content":"x"}],"max_tokens":0}', 400, None),
-        (b'{"messages":[{"role":"user","content":"x"}],"n":2}', 400, None),
+        (b'{"messages":[{"role":"user","content":"x"}],"max_tokens":-1}', 400, None),
+        (b'{"messages":[{"role":"user","content":"x"}],"n":0}', 400, None),
         (b'{"messages":[{"role":"user","content":"x"}],"max_tokens":99999999}', 400, "context_length_exceeded"),
     ],
 )

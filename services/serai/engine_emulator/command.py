@@ -12,7 +12,7 @@ from serai.engine_emulator import service
 from serai.engine_emulator.batching.settings import BatchMode
 from serai.engine_emulator.faults import BadFault, Fault, FaultKind, parse_fault
 from serai.engine_emulator.model_flags import CannotModel, EngineName, ModelFlags, ModelledEngine
-from serai.engine_emulator.settings import BadSettings, EmulatorSettings
+from serai.engine_emulator.settings import BadSettings, EmulatorSettings, Native
 
 _DEFAULT_GPU = "h100"
 _NEEDS_GPU = (
@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer-tokens", type=int, default=32, help="answer length without max_tokens (%(default)s)")
     parser.add_argument("--context-tokens", type=int, default=16_777_216, help="prompt and answer (%(default)s)")
     parser.add_argument("--kv-tokens", type=int, help="KV cache size (what fits beside the weights; fixed: 1048576)")
+    parser.add_argument("--native", type=_native, default=(), metavar="DIALECT[,…]",
+                        help=f"dialects it speaks itself: {', '.join(Native)} (none)")  # fmt: skip
+    parser.add_argument("--without", type=_paths, default=(), metavar="PATH[,…]",
+                        help="paths it has not, e.g. /v1/embeddings (none)")  # fmt: skip
     parser.add_argument("--body-limit-mb", type=float, default=64.0, help="larger bodies get 413 (%(default)s)")
     parser.add_argument("--start-delay-s", type=float, default=0.0, help="time before it listens (%(default)s)")
     parser.add_argument(
@@ -122,6 +126,21 @@ def _modelled(arguments: argparse.Namespace) -> ModelledEngine | None:
     from serai.engine_emulator.modelled import modelled_engine  # fixed timing starts without the cost model
 
     return modelled_engine(flags)
+
+
+def _native(text: str) -> tuple[Native, ...]:
+    try:
+        return tuple([Native(part) for part in filter(None, text.split(","))])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; there are {', '.join(Native)}") from error
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    paths = tuple(filter(None, text.split(",")))
+    for path in paths:
+        if not path.startswith("/"):
+            raise argparse.ArgumentTypeError(f"a path begins with a slash: {path!r}")
+    return paths
 
 
 def _fault(text: str) -> Fault:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from typing import cast
 
 import httptools
+import orjson
 
-from serai.engine_emulator import responses, routes
+from serai.engine_emulator import native_messages, responses, routes
+from serai.engine_emulator.answering import Read
 from serai.engine_emulator.batching.engine import TooLong
 from serai.engine_emulator.completion import RequestRefused
 from serai.engine_emulator.faults import Fault, FaultKind
@@ -24,7 +27,6 @@ _LINGER_S = 5.0
 _PIPELINED_MAX = 64
 _HEADER_BYTES_MAX = 65536
 _REMEMBERED_BODY_BYTES_MAX = 1_048_576
-_COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}
 
 
 class HttpConnection(asyncio.Protocol):
@@ -140,26 +142,26 @@ class HttpConnection(asyncio.Protocol):
 
     def _answer(self, request: HttpRequest) -> None:
         try:
-            chat = _COMPLETIONS.get(request.path)
-            if chat is not None and request.method == "POST":
-                self._complete(request, chat)
+            read = self._state.reads.get(request.path)
+            if read is not None and request.method == "POST":
+                self._complete(request, read)
             else:
                 self._respond(request, *self._answer_other(request))
         except RequestRefused as refused:
-            self._transport.write(responses.error_response(refused, keep_alive=request.keep_alive))
+            self._transport.write(_error(request, refused))
             self._close_unless(request.keep_alive)
 
-    def _complete(self, request: HttpRequest, chat: bool) -> None:
+    def _complete(self, request: HttpRequest, read: Read) -> None:
         state = self._state
         state.last_request = request if len(request.body) <= _REMEMBERED_BODY_BYTES_MAX else None
-        completion = state.reader.read(request.body, chat=chat)
+        completion, form = read(request.body, request.headers.get("content-type", ""))
         fault = state.faults.take()
         if fault is not None and fault.kind is FaultKind.STATUS:
             self._refuse_by_fault(request, fault)
             return
         self._reply = CompletionReply(
             completion,
-            model=state.settings.model,
+            form=form,
             transport=self._transport,
             keep_alive=request.keep_alive,
             fault=fault,
@@ -189,7 +191,7 @@ class HttpConnection(asyncio.Protocol):
         totals.failed += 1
         headers = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s:g}"}
         refused = RequestRefused(fault.status, f"The emulated engine was told to answer {fault.status}.")
-        self._transport.write(responses.error_response(refused, keep_alive=request.keep_alive, headers=headers))
+        self._transport.write(_error(request, refused, headers))
         self._close_unless(request.keep_alive)
 
     def _respond(self, request: HttpRequest, body: bytes, content_type: str = responses.JSON) -> None:
@@ -223,9 +225,18 @@ class HttpConnection(asyncio.Protocol):
     # everything that is not a completion
 
     def _answer_other(self, request: HttpRequest) -> tuple[bytes] | tuple[bytes, str]:
-        if request.path in _COMPLETIONS:
+        if request.path in self._state.reads:
             raise RequestRefused(405, f"{request.method} is not allowed at {request.path}.")
         answer = routes.answer(self._state, request)
         if isinstance(answer, str):
             return answer.encode(), "text/plain; version=0.0.4; charset=utf-8"
         return (answer,)
+
+
+def _error(request: HttpRequest, refused: RequestRefused, headers: Mapping[str, str] = {}) -> bytes:
+    """A refusal in the words of the path that was asked."""
+    keep_alive = request.keep_alive
+    if not request.path.startswith("/v1/messages"):
+        return responses.error_response(refused, keep_alive=keep_alive, headers=headers)
+    body = orjson.dumps(native_messages.error_body(refused.status, refused.message))
+    return responses.http_response(refused.status, body, keep_alive=keep_alive, headers=headers)

@@ -27,20 +27,20 @@ class CompletionReply:
     """Writes one completion to one connection. `done` is called with True when the connection can go on, and
     False when the answer was cut off by a fault."""
 
-    __slots__ = ("_completion", "_done", "_fault", "_format", "_head_sent", "_keep_alive", "_transport", "paused")
+    __slots__ = ("_completion", "_done", "_fault", "_form", "_head_sent", "_keep_alive", "_transport", "paused")
 
     def __init__(
         self,
         completion: Completion,
         *,
-        model: str,
+        form: responses.AnswerForm,
         transport: asyncio.Transport,
         keep_alive: bool,
         fault: Fault | None,
         done: Callable[[bool], None],
     ) -> None:
         self._completion = completion
-        self._format = responses.CompletionFormat(completion, model)
+        self._form = form
         self._transport = transport
         self._keep_alive = keep_alive
         self._fault = fault
@@ -55,18 +55,14 @@ class CompletionReply:
     def say(self, first: int, tokens: int) -> None:
         """Tokens are there: in a stream they go out now."""
         if self._completion.stream:
-            token, form = self._completion.answer.token, self._format.token_event
-            if tokens == 1:
-                self._write_events(form(token(first), first + 1))
-            else:
-                self._write_events(*[form(token(place), place + 1) for place in range(first, first + tokens)])
+            self._write_events(*self._form.token_events(first, tokens))
 
     def finish(self) -> None:
         """The whole end of the answer."""
         if self._completion.stream:
-            self._write_events(self._format.finish_events(), last=True)
+            self._write_events(self._form.closing(), last=True)
         else:
-            self._transport.write(responses.http_response(200, self._whole(), keep_alive=self._keep_alive))
+            self._transport.write(self._whole())
         self._done(True)
 
     def reach_fault(self) -> bool:
@@ -102,14 +98,15 @@ class CompletionReply:
         return False
 
     def _whole(self) -> bytes:
-        return self._format.whole(self._completion.answer.text(self._completion.tokens))
+        form = self._form
+        return responses.http_response(200, form.whole(), content_type=form.content_type, keep_alive=self._keep_alive)
 
     def _write_events(self, *events: bytes, last: bool = False) -> None:
         """Events as one write: one chunk each, as an engine sends them."""
         chunks = [responses.chunk(data) for data in events]
         if not self._head_sent:
             self._head_sent = True
-            opening = self._format.role_event()
+            opening = self._form.opening()
             chunks.insert(0, responses.stream_head(self._keep_alive) + (responses.chunk(opening) if opening else b""))
         if last:
             chunks.append(responses.LAST_CHUNK)
@@ -118,8 +115,8 @@ class CompletionReply:
     def _begin_whole(self) -> None:
         """An answer in one piece that breaks off after some tokens has its head and half of its body out."""
         if not self._completion.stream and self._fault is not None and self._fault.tokens > 0:
-            answer = responses.http_response(200, self._whole(), keep_alive=self._keep_alive)
-            self._transport.write(answer[: -len(self._whole()) // 2])
+            body = len(self._form.whole())
+            self._transport.write(self._whole()[: -(body + 1) // 2])
 
     def _say_nonsense(self) -> bool:
         if self._completion.stream:
@@ -135,12 +132,12 @@ class CompletionReply:
             self._answer(200, b"")
 
     def _end_with_error(self) -> None:
-        error = responses.error_object(500, "The emulated engine failed while it generated.", code="engine_error")
+        message = "The emulated engine failed while it generated."
         if self._completion.stream:
-            self._write_events(responses.event(error), responses.DONE_EVENT, last=True)
+            self._write_events(self._form.failure(500, message), last=True)
             self._done(False)
         else:
-            self._answer(500, orjson.dumps(error))
+            self._answer(500, orjson.dumps(responses.error_object(500, message, code="engine_error")))
 
     def _answer_html(self) -> None:
         if self._head_sent:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -73,6 +73,38 @@ def error_response(error: RequestRefused, *, keep_alive: bool = True, headers: M
     return http_response(error.status, orjson.dumps(fields), keep_alive=keep_alive, headers=headers)
 
 
+def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """One server-sent event with a name, which is its `type`, too."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other answer of this or another engine has."""
+    return f"{prefix}{_id_prefix}{next(_ids):08x}"
+
+
+class AnswerForm(Protocol):
+    """The bytes of one answer, in the words of its endpoint."""
+
+    content_type: str
+    """Of the answer in one piece."""
+
+    def whole(self) -> bytes:
+        """The answer in one piece."""
+
+    def opening(self) -> bytes:
+        """The events before the first token."""
+
+    def token_events(self, first: int, tokens: int) -> list[bytes]:
+        """Tokens `first` … `first + tokens - 1`, each as its events."""
+
+    def closing(self) -> bytes:
+        """The events after the last token."""
+
+    def failure(self, status: int, message: str) -> bytes:
+        """The events that end a stream that fails."""
+
+
 class CompletionFormat:
     """The objects of one completion: one id, one time, and per token only what changes."""
 
@@ -81,40 +113,55 @@ class CompletionFormat:
     def __init__(self, completion: Completion, model: str) -> None:
         prefix, self._object = ("chatcmpl", "chat.completion") if completion.chat else ("cmpl", "text_completion")
         self._completion = completion
-        self._common = {"id": f"{prefix}-{_id_prefix}{next(_ids):08x}", "created": int(time.time()), "model": model}
+        self._common = {"id": new_id(f"{prefix}-"), "created": int(time.time()), "model": model}
         if completion.stream:
             self._prepare_tokens()
 
-    def whole(self, text: str) -> bytes:
-        """The answer in one piece, as JSON."""
+    content_type = JSON
+    """Of the answer in one piece."""
+
+    def whole(self) -> bytes:
+        """The answer in one piece."""
+        text = self._completion.answer.text(self._completion.tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._completion.finish_reason, "logprobs": None}
         if self._completion.chat:
-            choice["message"] = {"role": "assistant", "content": text}
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
         return orjson.dumps(self._fields([choice], usage=self._usage(), streamed=False))
 
-    def role_event(self) -> bytes:
+    def opening(self) -> bytes:
         """The event that opens a chat stream; nothing for plain completions."""
         if not self._completion.chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return event(self._fields([choice], usage=self._usage(0) if self._completion.continuous_usage else None))
 
-    def token_event(self, text: str, count: int) -> bytes:
+    def token_events(self, first: int, tokens: int) -> list[bytes]:
+        """Tokens `first` … `first + tokens - 1`."""
+        token, one = self._completion.answer.token, self._token_event
+        if tokens == 1:
+            return [one(token(first), first + 1)]
+        return [one(token(place), place + 1) for place in range(first, first + tokens)]
+
+    def _token_event(self, text: str, count: int) -> bytes:
         """The token that makes it `count`. `text` is plain ASCII that needs no escapes in JSON."""
         if self._completion.continuous_usage:
             usage = orjson.dumps(self._usage(count))
             return b'%b%b%b,"usage":%b}\n\n' % (self._token_head, text.encode(), self._token_tail, usage)
         return self._token_head + text.encode() + self._token_tail
 
-    def finish_events(self) -> bytes:
+    def closing(self) -> bytes:
         """What follows the last token: finish reason, usage when asked for, `[DONE]`."""
         last: dict[str, Any] = {"delta": {}} if self._completion.chat else {"text": ""}
         choice = {"index": 0, "logprobs": None, "finish_reason": self._completion.finish_reason, **last}
         usage = event(self._fields([], usage=self._usage())) if self._completion.include_usage else b""
         running = self._usage() if self._completion.continuous_usage else None
         return event(self._fields([choice], usage=running)) + usage + DONE_EVENT
+
+    def failure(self, status: int, message: str) -> bytes:
+        """The end of a stream that fails."""
+        return event(error_object(status, message, code="engine_error")) + DONE_EVENT
 
     def _prepare_tokens(self) -> None:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}

@@ -9,11 +9,12 @@ from urllib.parse import unquote
 
 import orjson
 
-from serai.engine_emulator import metrics
+from serai.engine_emulator import metrics, native_messages, pooling
 from serai.engine_emulator.batching.settings import BatchMode
-from serai.engine_emulator.completion import RequestRefused
+from serai.engine_emulator.completion import RequestRefused, read_object
 from serai.engine_emulator.faults import FaultKind, fault_from_fields
 from serai.engine_emulator.model_flags import EngineName
+from serai.engine_emulator.settings import Native
 from serai.engine_emulator.state import EmulatorState, HttpRequest
 
 _VERSION = "emulated"
@@ -23,7 +24,7 @@ Handler = Callable[[EmulatorState, HttpRequest], bytes | str]
 
 def answer(state: EmulatorState, request: HttpRequest) -> bytes | str:
     """JSON as bytes, or plain text. Raises RequestRefused."""
-    methods = _ROUTES.get(request.path) or _ROUTES_OF[state.settings.engine].get(request.path)
+    methods = _routes(state).get(request.path)
     if methods is None and request.path.startswith("/v1/models/"):
         return _one_model(state, request)
     if methods is None:
@@ -32,6 +33,49 @@ def answer(state: EmulatorState, request: HttpRequest) -> bytes | str:
     if handler is None:
         raise RequestRefused(405, f"{request.method} is not allowed at {request.path}.")
     return handler(state, request)
+
+
+def _routes(state: EmulatorState) -> dict[str, dict[str, Handler]]:
+    settings = state.settings
+    routes = _ROUTES | _ROUTES_OF[settings.engine]
+    if Native.MESSAGES in settings.native:
+        routes = routes | {"/v1/messages/count_tokens": {"POST": _count_tokens}}
+    return {path: methods for path, methods in routes.items() if path not in settings.without}
+
+
+def _openapi(state: EmulatorState, request: HttpRequest) -> bytes:
+    """Which paths there are, as engines tell; what they take is not described."""
+    paths = {path: ["post"] for path in state.reads} | {
+        path: [method.lower() for method in methods]
+        for path, methods in _routes(state).items()
+        if not path.startswith("/emulator/")
+    }
+    described = {"200": {"description": "Successful Response"}}
+    return orjson.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Emulated engine", "version": _VERSION},
+            "paths": {
+                path: {method: {"responses": described} for method in methods} for path, methods in paths.items()
+            },
+        }
+    )
+
+
+def _tokenize(state: EmulatorState, request: HttpRequest) -> bytes:
+    fields = read_object(request.body)
+    state.reader.check_model(fields)
+    return pooling.tokenized(fields, state.settings.context_tokens_max).body
+
+
+def _detokenize(state: EmulatorState, request: HttpRequest) -> bytes:
+    fields = read_object(request.body)
+    state.reader.check_model(fields)
+    return pooling.detokenized(fields).body
+
+
+def _count_tokens(state: EmulatorState, request: HttpRequest) -> bytes:
+    return native_messages.count_tokens(state.reader, request.body)
 
 
 def _health(state: EmulatorState, request: HttpRequest) -> bytes:
@@ -185,6 +229,9 @@ _ROUTES: dict[str, dict[str, Handler]] = {
     "/health": {"GET": _health},
     "/v1/models": {"GET": _models},
     "/metrics": {"GET": _metrics},
+    "/openapi.json": {"GET": _openapi},
+    "/tokenize": {"POST": _tokenize},
+    "/detokenize": {"POST": _detokenize},
     "/emulator/state": {"GET": _state},
     "/emulator/phase": {"POST": _set_phase},
     "/emulator/faults": {"GET": _faults, "POST": _set_faults, "DELETE": _clear_faults},

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from serai.engine_emulator.faults import Fault
 from serai.engine_emulator.model_flags import EngineName, ModelledEngine
 from serai.engine_emulator.timing import FixedTiming
 
 FIXED_KV_TOKENS = 1_048_576
+
+
+class Native(StrEnum):
+    """Dialects beside chat completions that an engine may speak itself."""
+
+    MESSAGES = "messages"
+    RESPONSES = "responses"
 
 
 class BadSettings(ValueError):
@@ -39,6 +47,10 @@ class EmulatorSettings:
     """Whose metric names and endpoints it has."""
     modelled: ModelledEngine | None = None
     """The engine to run in steps on the cost model; None: fixed timing."""
+    native: tuple[Native, ...] = ()
+    """Dialects that it speaks itself."""
+    without: tuple[str, ...] = ()
+    """Paths that it has not."""
     body_limit_mb: float = 64.0
     start_delay_s: float = 0.0
     faults: tuple[Fault, ...] = ()

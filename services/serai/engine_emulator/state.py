@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from serai.engine_emulator.answering import reads
 from serai.engine_emulator.completion import CompletionReader
 from serai.engine_emulator.engine import Engine
 from serai.engine_emulator.faults import FaultKind, FaultPlan
@@ -37,6 +38,7 @@ class EmulatorState:
         self.settings = settings
         self.engine = engine
         self.reader = CompletionReader(settings)
+        self.reads = reads(settings)
         self.faults = FaultPlan(fault for fault in settings.faults if fault.kind is not FaultKind.REFUSE_START)
         self.last_request: HttpRequest | None = None
         self.connections: set[Closable] = set()
