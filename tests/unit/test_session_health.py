@@ -63,6 +63,8 @@ def test_a_session_is_blamed_for_what_lies_with_it(code: FailureCode) -> None:
         FailureCode.STOPPED,
     }
     expected = Outcome.BUSY if code in busy else Outcome.NOTHING if code in elsewhere else Outcome.FAILURE
+    if code is FailureCode.ENGINE_UNREACHABLE:
+        expected = Outcome.ABSENT
     assert of_failure(InferenceFailure(code, "x")) is expected
 
 
@@ -124,6 +126,18 @@ def test_a_bad_trial_opens_it_for_twice_as_long_up_to_a_limit() -> None:
         spans.append(now - opened)
         tried(health, "s0", Outcome.FAILURE, now)
     assert spans == [5, 10, 20, 40, 80, 120, 120, 120]
+
+
+def test_who_takes_no_connection_is_out_at_once_asked_every_second_and_forgiven_when_back() -> None:
+    health = SessionHealth()
+    tried(health, "s0", Outcome.ABSENT, 0)
+    for second in range(1, 30):
+        assert "s0" not in usable(health, FLEET, second - 0.01)
+        assert "s0" in usable(health, FLEET, second)
+        tried(health, "s0", Outcome.ABSENT, second)
+    tried(health, "s0", Outcome.SUCCESS, 30, SETTINGS.trials_needed)
+    assert health.circuit("s0", 30) is Circuit.CLOSED
+    assert health.load_penalty("s0", 30) == 0
 
 
 def test_the_next_trial_waits_for_the_first_byte_of_the_one_before_and_not_for_its_end() -> None:

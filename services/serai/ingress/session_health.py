@@ -8,6 +8,8 @@ The rule in plain words:
 * `consecutive_max` failures in a row, or more than `rate_max` of the requests within the window, open its circuit: it
   gets nothing for `open_s`, doubled each time in a row. Then one request at a time is let through on trial, the next
   when the answer to the one before has begun; `trials_needed` good ones close the circuit, one bad one opens it again.
+* A session whose engine takes no connection has begun on nothing, and asking it again burdens nobody. It is out at once
+  and for `absent_s` only, and when it is back nothing is held against it.
 * Never more than half of a model's sessions are out at a time, whatever they do: when all fail, it is not they.
 * Being busy is a wish, not a ban: when nobody else is left, the busy ones get the request and say so themselves.
 * A replica that fails fast always looks idle, and would get most of the work. So each failure counts as
@@ -39,6 +41,8 @@ class Outcome(StrEnum):
     SUCCESS = "success"
     BUSY = "busy"
     FAILURE = "failure"
+    ABSENT = "absent"
+    """Its engine takes no connection."""
     NOTHING = "nothing"
     """It was cancelled, or failed for a reason that lies elsewhere."""
 
@@ -69,6 +73,8 @@ def of_failure(failure: InferenceFailure) -> Outcome:
     """Of a try without a whole answer."""
     if failure.code in _BUSY_CODES:
         return Outcome.BUSY
+    if failure.code is FailureCode.ENGINE_UNREACHABLE:
+        return Outcome.ABSENT
     return Outcome.NOTHING if failure.code in _ELSEWHERE else Outcome.FAILURE
 
 
@@ -86,6 +92,7 @@ class HealthSettings:
     trial_s: float = 60.0
     """A trial that has not ended by then no longer keeps the next one back."""
     trials_needed: int = 2
+    absent_s: float = 1.0
     out_share_max: float = 0.5
     cool_s: float = 1.0
     """For a busy session that does not say how long; doubled each time in a row."""
@@ -152,6 +159,8 @@ class SessionHealth:
                 self._succeeded(session, health, now)
             case Outcome.FAILURE:
                 self._failed(session, health, now)
+            case Outcome.ABSENT:
+                self._absent(session, health, now)
             case Outcome.BUSY:
                 self._busy(session, health, now, retry_after_s)
             case Outcome.NOTHING:
@@ -185,6 +194,13 @@ class SessionHealth:
             health.circuit = Circuit.OPEN
             health.open_until_s = now + min(settings.open_max_s, settings.open_s * 2 ** min(health.opened_in_row, 16))
             health.opened_in_row += 1
+            health.trials_passed = 0
+            self._note(session, health)
+
+    def _absent(self, session: str, health: _Health, now: float) -> None:
+        if health.circuit is not Circuit.OPEN:
+            health.circuit = Circuit.OPEN
+            health.open_until_s = now + self._settings.absent_s
             health.trials_passed = 0
             self._note(session, health)
 
