@@ -297,7 +297,11 @@ def read_error(body: object, status: int) -> ApiError:
     return ApiError(
         status,
         str(message or f"The engine answered with status {status}."),
-        kind=kind if isinstance(kind, str) else "",
+        kind=kind if isinstance(kind, str) and kind else _kind_of(status),
         code=str(code) if code is not None else None,
         param=param if isinstance(param, str) else None,
     )
+
+
+def _kind_of(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"

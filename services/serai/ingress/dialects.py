@@ -17,6 +17,12 @@ KEEP_ALIVE: dict[Dialect, bytes] = {
 """What may stand between any two events and means nothing."""
 
 
+def request_id_headers(dialect: Dialect, request_id: str) -> dict[str, str]:
+    """An answer's headers that name the request: ours, and the one that Anthropic's clients know."""
+    ours = {"x-request-id": request_id}
+    return ours | {"request-id": request_id} if dialect is Dialect.ANTHROPIC else ours
+
+
 def error_body(dialect: Dialect, error: ApiError) -> bytes:
     """An error object, for an answer of which nothing has been sent."""
     if dialect is Dialect.ANTHROPIC:

@@ -16,9 +16,10 @@ from serai.contracts.session_record import SessionRecord
 from serai.ingress.anthropic_messages import request as messages_request
 from serai.ingress.anthropic_messages.answer import MessageAnswer
 from serai.ingress.chat_answer import ChatReader, Piece, read_answer, read_error_body
-from serai.ingress.endpoints import BY_PATH, Endpoint
+from serai.ingress.dialects import error_body, request_id_headers
+from serai.ingress.endpoints import BY_PATH, Dialect, Endpoint
 from serai.ingress.http_server import ClientRequest, ClientStream
-from serai.ingress.openai_format import ApiError, parsed_object, read_fields
+from serai.ingress.openai_format import parsed_object, read_fields
 from serai.ingress.responses_api import request as responses_request
 from serai.ingress.responses_api.answer import ResponseAnswer
 
@@ -34,8 +35,6 @@ class Answer(Protocol):
 
     def events(self, pieces: Sequence[Piece]) -> bytes: ...
 
-    def error(self, error: ApiError, request_id: str) -> bytes: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Translation:
@@ -49,6 +48,9 @@ _TRANSLATED = {
     "/v1/messages": Translation(messages_request.chat_request, MessageAnswer),
     "/v1/responses": Translation(responses_request.chat_request, ResponseAnswer),
 }
+_BETTER_TRANSLATED = frozenset({("llamacpp", "/v1/responses")})
+"""Engines whose own endpoint no client can rely on. llama.cpp's tells an answer that was cut as complete, drops what it
+does not know (tools, files), and its events lack `output_index`, without which OpenAI's client fails."""
 
 
 def as_served(
@@ -62,19 +64,25 @@ def as_served(
         return request, endpoint
     fields = parsed_object(request.body)
     records = serving(read_fields(fields).model)
-    if records and all(endpoint.path in record.metadata.endpoints for record in records):
+    if records and all(_has(record, endpoint) for record in records):
         return request, endpoint
     body = orjson.dumps(translation.chat_request(fields))
-    return TranslatedRequest(request, body, translation.answer(fields)), CHAT
+    return TranslatedRequest(request, endpoint.dialect, body, translation.answer(fields)), CHAT
+
+
+def _has(record: SessionRecord, endpoint: Endpoint) -> bool:
+    metadata = record.metadata
+    return endpoint.path in metadata.endpoints and (metadata.engine, endpoint.path) not in _BETTER_TRANSLATED
 
 
 class TranslatedRequest:
     """A client's request, as chat completions; its answer, as its client asked for it."""
 
-    __slots__ = ("_answer", "_client", "body")
+    __slots__ = ("_answer", "_client", "_dialect", "body")
 
-    def __init__(self, client: ClientRequest, body: bytes, answer: Answer) -> None:
+    def __init__(self, client: ClientRequest, dialect: Dialect, body: bytes, answer: Answer) -> None:
         self._client = client
+        self._dialect = dialect
         self._answer = answer
         self.body = body
 
@@ -86,21 +94,26 @@ class TranslatedRequest:
         """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be read."""
         request_id = headers.get("x-request-id", "")
         if status >= 400:
-            error = self._answer.error(read_error_body(body, status), request_id)
-            self._client.respond(status, answer_headers(headers) | _JSON, error)
-            return
-        whole = self._answer.whole(read_answer(body, request_id))
-        self._client.respond(status, answer_headers(headers) | _JSON, orjson.dumps(whole))
+            error = read_error_body(body, status)
+            error.request_id = request_id
+            told = error_body(self._dialect, error)
+        else:
+            told = orjson.dumps(self._answer.whole(read_answer(body, request_id)))
+        self._client.respond(status, {**headers} | self._names(request_id) | _JSON, told)
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
         """Events, of an answer or of an error."""
-        reader = ChatReader(headers.get("x-request-id", ""))
+        request_id = headers.get("x-request-id", "")
+        reader = ChatReader(request_id)
         events = self._answer.events(reader.feed(data))
-        out = self._client.start(status, answer_headers(headers) | _EVENTS, events)
+        out = self._client.start(status, {**headers} | self._names(request_id) | _EVENTS, events)
         return TranslatedStream(out, reader, self._answer)
 
     def abort(self) -> None:
         self._client.abort()
+
+    def _names(self, request_id: str) -> dict[str, str]:
+        return request_id_headers(self._dialect, request_id)
 
 
 class TranslatedStream:
@@ -123,9 +136,3 @@ class TranslatedStream:
         """The end is told as that of a whole answer only if `data`, or what came before, says so."""
         pieces = [*self._reader.feed(data), *self._reader.end()]
         self._out.end(self._answer.events(pieces))
-
-
-def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those of the answer below, with the request's id under Anthropic's name for it, too."""
-    request_id = headers.get("x-request-id")
-    return {**headers} if request_id is None else {**headers, "request-id": request_id}

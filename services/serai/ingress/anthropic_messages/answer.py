@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 import orjson
 
-from serai.ingress.anthropic_messages.errors import error_body, error_event
+from serai.ingress.anthropic_messages.errors import error_event
 from serai.ingress.chat_answer import Arguments, Begun, Broke, Called, Commented, Ended, Piece, Said, Thought, Usage
 from serai.ingress.openai_format import ApiError
 
@@ -29,9 +29,6 @@ class MessageAnswer:
         self._open = ""
         """The type of the content block that is being written."""
         self._blocks = 0
-
-    def error(self, error: ApiError, request_id: str) -> bytes:
-        return error_body(error, request_id)
 
     # -- whole ---------------------------------------------------------------------------------------------------
 

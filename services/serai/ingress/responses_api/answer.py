@@ -75,10 +75,6 @@ class ResponseAnswer:
         self._number = 0
         self._over = False
 
-    def error(self, error: ApiError, request_id: str) -> bytes:
-        """The Responses API's errors are OpenAI's."""
-        return error.body()
-
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """What the last event of a stream would have told."""
         self.events(pieces)
