@@ -1,0 +1,62 @@
+"""The tables, step by step: each step is done once, in order, and never changed when it has been released. Pure text,
+in the part of SQL that SQLite and PostgreSQL have in common but for the names of types."""
+
+from __future__ import annotations
+
+from serai.contracts.usage import UsageRecord
+
+_TEXT, _INTEGER, _REAL, _FLAG = "TEXT", "{integer}", "{real}", "INTEGER"
+
+COLUMNS: dict[str, str] = {
+    "id": "TEXT PRIMARY KEY",
+    "started": f"{_TEXT} NOT NULL",
+    "outcome": f"{_TEXT} NOT NULL",
+    "status": f"{_INTEGER} NOT NULL",
+    "endpoint": f"{_TEXT} NOT NULL",
+    "model": f"{_TEXT} NOT NULL",
+    "model_asked": f"{_TEXT} NOT NULL",
+    "request_id": f"{_TEXT} NOT NULL",
+    "project": f"{_TEXT} NOT NULL",
+    "key": f"{_TEXT} NOT NULL",
+    "tracked": f"{_FLAG} NOT NULL",
+    "error_code": f"{_TEXT} NOT NULL",
+    "stream": f"{_FLAG} NOT NULL",
+    "queued_s": f"{_REAL} NOT NULL",
+    "ttft_s": _REAL,
+    "duration_s": f"{_REAL} NOT NULL",
+    "attempts": f"{_INTEGER} NOT NULL",
+    "resumed": f"{_INTEGER} NOT NULL",
+    "sessions": f"{_TEXT} NOT NULL",
+    "provider": f"{_TEXT} NOT NULL",
+    "site": f"{_TEXT} NOT NULL",
+    "engine": f"{_TEXT} NOT NULL",
+    "gpu": f"{_TEXT} NOT NULL",
+    "gpus": f"{_INTEGER} NOT NULL",
+    "gpu_seconds": f"{_REAL} NOT NULL",
+    "prompt_tokens": f"{_INTEGER} NOT NULL",
+    "cached_tokens": f"{_INTEGER} NOT NULL",
+    "output_tokens": f"{_INTEGER} NOT NULL",
+    "tokens_estimated": f"{_FLAG} NOT NULL",
+}
+"""One for each field of a record, in its order."""
+
+STEPS: tuple[tuple[str, ...], ...] = (
+    (
+        f"CREATE TABLE usage_records ({', '.join(f'{name} {kind}' for name, kind in COLUMNS.items())})",
+        "CREATE INDEX usage_records_by_start ON usage_records (started)",
+        "CREATE INDEX usage_records_by_project ON usage_records (project, started)",
+    ),
+)
+
+
+def row(record: UsageRecord) -> tuple[object, ...]:
+    """The values of `COLUMNS`."""
+    return tuple([_value(getattr(record, name)) for name in COLUMNS])
+
+
+def _value(value: object) -> object:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str):
+        return str(value).replace("\x00", "\ufffd")  # PostgreSQL takes no NUL.
+    return " ".join(value) if isinstance(value, list) else value
