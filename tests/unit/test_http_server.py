@@ -271,6 +271,24 @@ def test_a_head_that_drips_has_no_more_time_than_one_that_stops() -> None:
     serve(talk)
 
 
+def test_headers_that_belong_to_every_answer_are_sent_with_it_and_no_content_has_no_length() -> None:
+    async def empty(request: HttpRequest) -> None:
+        request.more_headers = {"x-more": "1"}
+        request.respond(204 if request.body else 404, {"x": "2"}, b"")
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(post(b"x"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 204 No Content\r\nx: 2\r\nx-more: 1\r\n")
+        assert b"content-length" not in head
+        writer.write(post(b""))
+        status, headers, _ = await answer(reader)
+        assert (status, headers["x-more"], headers["content-length"]) == (404, "1", "0")
+
+    serve(talk, empty)
+
+
 def test_idle_and_stuck_connections_are_closed() -> None:
     async def talk(client: Client, server: HttpServer) -> None:
         reader, writer = client

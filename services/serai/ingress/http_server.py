@@ -73,7 +73,18 @@ class ClientRequest(Protocol):
 class HttpRequest:
     """One request, read whole; and the way to answer it, once."""
 
-    __slots__ = ("_connection", "body", "headers", "http_1_0", "keep_alive", "method", "path", "problem", "query")
+    __slots__ = (
+        "_connection",
+        "body",
+        "headers",
+        "http_1_0",
+        "keep_alive",
+        "method",
+        "more_headers",
+        "path",
+        "problem",
+        "query",
+    )
 
     def __init__(self, connection: HttpServerConnection, method: str, path: str, headers: dict[str, str]) -> None:
         self._connection = connection
@@ -87,6 +98,8 @@ class HttpRequest:
         self.body = b""
         self.keep_alive = True
         self.http_1_0 = False
+        self.more_headers: Mapping[str, str] = {}
+        """Of the answer, whatever it is."""
         self.problem: ApiError | None = None
         """Why the body could not be read; the answer must be this error."""
 
@@ -94,7 +107,8 @@ class HttpRequest:
         """A whole answer, in one write."""
         head = self._head(status, headers)
         payload = b"" if self.method == "HEAD" else body
-        self._connection.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), payload))
+        length = b"" if status == HTTPStatus.NO_CONTENT else b"content-length: %d\r\n" % len(body)
+        self._connection.write(b"%s%s\r\n%s" % (head, length, payload))
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> HttpStream:
         """An answer whose length is not known yet; its head leaves at once, with the first of its data."""
@@ -115,6 +129,8 @@ class HttpRequest:
         text = _STATUS_LINES[status]
         if self._connection.server.draining:
             self.keep_alive = False
+        if self.more_headers:
+            headers = {**headers, **self.more_headers}
         for name, value in headers.items():
             if "\n" in value or "\r" in value:
                 raise ValueError(f"the value of {name} contains a line break")

@@ -1,0 +1,51 @@
+"""Which handler answers a path: a table, what stands below some of its paths, and honest words for the rest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from serai.ingress.http_server import HttpRequest
+from serai.ingress.openai_format import ApiError
+
+Handler = Callable[[HttpRequest], Coroutine[Any, Any, None]]
+Route = tuple[str, str]
+"""A method and a path."""
+
+
+class Routes:
+    """`fixed` paths, and handlers of everything `below` a path. A slash at the end changes nothing, HEAD is answered
+    wherever GET is, and OPTIONS wherever there is anything, by `options`."""
+
+    def __init__(self, fixed: Mapping[Route, Handler], below: Mapping[Route, Handler], options: Handler) -> None:
+        self._fixed = dict(fixed)
+        self._below = dict(below)
+        self._options = options
+
+    def find(self, method: str, path: str) -> Handler:
+        """Raises ApiError: 404 when there is nothing, 405 naming the methods that there are."""
+        found = self._fixed.get((method, path)) or self._find("GET" if method == "HEAD" else method, path.rstrip("/"))
+        if found is not None:
+            return found
+        methods = self.methods(path)
+        if method == "OPTIONS" and methods:
+            return self._options
+        if methods:
+            text = f"{path[:200]} takes {' and '.join(methods)}, not {method}."
+            raise ApiError(405, text, code="method_not_allowed", headers={"allow": ", ".join(methods)})
+        raise ApiError(404, f"There is no {path[:200]} here.", kind="not_found_error", code="unknown_path")
+
+    def methods(self, path: str) -> list[str]:
+        """What may be done with `path` (`*`: with any); nothing when there is no such path."""
+        path = path.rstrip("/")
+        found = {method for method, fixed in self._fixed if path in (fixed, "*")}
+        found |= {method for method, top in self._below if path.startswith(f"{top}/")}
+        if "GET" in found:
+            found.add("HEAD")
+        return sorted(found | {"OPTIONS"}) if found else []
+
+    def _find(self, method: str, path: str) -> Handler | None:
+        if found := self._fixed.get((method, path)):
+            return found
+        tops = [top for known, top in self._below if known == method and path.startswith(f"{top}/")]
+        return self._below[method, max(tops, key=len)] if tops else None
