@@ -10,7 +10,7 @@ from typing import Any
 
 from serai.bench.faults.case import Case, Finding
 from serai.bench.faults.raw_client import CUT, REFUSED, WHOLE, Answer, Connection
-from serai.bench.faults.scripted_engine import MARK, Call, chunk, good
+from serai.bench.faults.scripted_engine import MARK, Call, chunk, good, never
 from serai.bench.faults.stage import Stage, body_of
 from serai.bench.stand import CHAT_PATH, MODEL
 
@@ -45,10 +45,6 @@ async def _endless(call: Call) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _never(call: Call) -> None:
-    await asyncio.sleep(60)
-
-
 async def leaves_mid_stream(stage: Stage) -> Finding:
     stage.play(_endless)
     async with Connection(stage.port) as connection:
@@ -58,7 +54,7 @@ async def leaves_mid_stream(stage: Stage) -> Finding:
 
 
 async def _leaves_before_anything(stage: Stage, *, stream: bool) -> Finding:
-    stage.play(_never)
+    stage.play(never)
     async with Connection(stage.port) as connection:
         await connection.send(stage.bytes_of(body_of(stream=stream)))
         call = await stage.wait_for_call()

@@ -243,7 +243,7 @@ async def usage_kept(stage: Stage) -> Finding:
     stage.play(good)
     answer = await stage.ask(body_of(stream=True, stream_options={"include_usage": True}))
     last = answer.objects[-1] if answer.objects else {}
-    kept = answer.is_done and last.get("choices") == [] and (last.get("usage") or {}).get("total_tokens") == WORDS_USED
+    kept = answer.is_done and (last.get("usage") or {}).get("total_tokens") == WORDS_USED
     return Finding(kept, "kept" if kept else "lost")
 
 

@@ -163,6 +163,11 @@ def _said_already(call: Call) -> int:
     return str(body["messages"][-1]["content"]).count("w")
 
 
+async def never(call: Call) -> None:
+    """Takes the request and says nothing."""
+    await asyncio.sleep(3600)
+
+
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +177,8 @@ class ScriptedEngine:
     def __init__(self, port: int) -> None:
         self.port = port
         self.script: Script = good
+        self.hung = False
+        """Every completion that comes now is taken and never answered; health checks are, as by real engines."""
         self.calls: list[Call] = []
         """Those with `MARK`, in the order they came."""
         self.asked = 0
@@ -229,6 +236,8 @@ class ScriptedEngine:
         if call.method != "POST" or not call.path.startswith("/v1/"):
             return _answer_other
         self.asked += 1
+        if self.hung:
+            return never
         if STEADY.encode() in call.body:
             return self._steady
         if MARK.encode() not in call.body:

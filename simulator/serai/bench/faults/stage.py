@@ -202,6 +202,7 @@ class Stage:
         """The next case finds both engines well and in use; a gateway that does not come round is started anew."""
         for engine in self.engines:
             engine.script = good
+            engine.hung = False
         give_up_at_s = time.monotonic() + self.gateway.settle_s
         while time.monotonic() < give_up_at_s:
             if await self.is_well():
