@@ -390,11 +390,13 @@ def _thinned(samples: list[float]) -> list[float]:
 def main() -> None:
     """Carry out tasks from standard input until it ends."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Not `sys.stdout`: with PYTHONUNBUFFERED that writes once and drops what a full pipe did not take.
+    out = open(sys.stdout.fileno(), "wb", closefd=False)  # noqa: SIM115
     for line in sys.stdin:
         outcome = uvloop.run(carry_out(LoadTask(**json.loads(line))))
         fields = {name: getattr(outcome, name) for name in LoadOutcome.__slots__}
-        sys.stdout.write(json.dumps(fields) + "\n")
-        sys.stdout.flush()
+        out.write(json.dumps(fields).encode() + b"\n")
+        out.flush()
 
 
 if __name__ == "__main__":
