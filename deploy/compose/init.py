@@ -19,6 +19,7 @@ ROLES = {
     # key: the container that has it
     "ingress": "ingress",
     "registry": "registry",
+    "ledger": "ledger",
     "agent": "agent",
     # By which NATS tells the registry whose connection has closed, and which `serai health` and `serai registry` use.
     "system": "registry",
@@ -27,7 +28,7 @@ ROLES = {
 
 
 def main(base: Path) -> int:
-    """Fills the folders nats, ingress, registry and agent in `base`."""
+    """Fills the folders nats, ingress, registry, ledger and agent in `base`."""
     with tempfile.TemporaryDirectory() as workshop:
         nats = EmbeddedNats(Path(workshop))
         for role in ROLES:

@@ -23,11 +23,11 @@ from serai.worker_agent.engine.process import free_port
 from serai.worker_agent.settings import AgentSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "compose"
-ALWAYS = {"nats", "registry", "ingress", "agent"}
+ALWAYS = {"nats", "registry", "ledger", "ingress", "agent"}
 ON_REQUEST = {"agent-small-model", "keys"}
 ONCE = {"init", "keys"}
-SERAI = {"registry", "ingress", "agent", "agent-small-model"}
-ROLES = ("ingress", "registry", "agent")
+SERAI = {"registry", "ledger", "ingress", "agent", "agent-small-model"}
+ROLES = ("ingress", "registry", "ledger", "agent")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,9 @@ def test_a_service_gets_longer_to_stop_than_it_takes(services: dict[str, dict[st
 def test_each_role_sees_its_own_key_only(services: dict[str, dict[str, Any]]) -> None:
     for name in SERAI:
         role = "agent" if name.startswith("agent") else name
-        assert services[name]["volumes"] == [f"{role}-credentials:/run/serai:ro"], name
+        volumes = services[name]["volumes"]
+        data = [f"{role}-data:/var/lib/serai"] if role in ("ingress", "ledger") else []
+        assert volumes == [f"{role}-credentials:/run/serai:ro", *data], name
         assert services[name]["environment"]["SERAI_NATS_NKEY_FILE"] == f"/run/serai/{role}.nk", name
 
 
@@ -146,6 +148,7 @@ def test_init_makes_private_files_once(made_by_init: Path) -> None:
         "agent/agent.nk",
         "ingress/ingress.nk",
         "ingress/keys.json",
+        "ledger/ledger.nk",
         "nats/nats.conf",
         "registry/registry.nk",
         "registry/system.nk",

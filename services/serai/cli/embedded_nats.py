@@ -1,8 +1,8 @@
 """A NATS server for one machine: JetStream on a file store, loopback only, one generated nkey per role.
 
 Subject permissions are as tight as one key per role allows: an agent cannot read what other agents answer, the
-ingress cannot speak for agents, and nobody but the registry touches JetStream. The registry has a second key, of the
-system account, by which the server tells it whose connection has closed.
+ingress cannot speak for agents, and each service touches of JetStream only what is its own. The registry has a second
+key, of the system account, by which the server tells it whose connection has closed.
 
 Several sites on one machine are several such servers: one listens for leaf nodes (`leaf_port`), the others dial it
 (`leaf_remotes`); each has its own name and JetStream domain.
@@ -33,6 +33,10 @@ from serai.contracts.subjects import (
     SESSIONS_BUCKET,
     SNAPSHOT,
     STATUS,
+    USAGE,
+    USAGE_CONSUMER,
+    USAGE_SPENT,
+    USAGE_STREAM,
 )
 
 _READ_REGISTRY = [DIGEST.every, SNAPSHOT.every, OPINION.every, PROBE.every]
@@ -46,7 +50,7 @@ _BUDGETS = [
 _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # role: (may publish, may subscribe)
     "ingress": (
-        [INFERENCE.every, CANCEL.every, *_READ_REGISTRY, LIMITS.every, *_BUDGETS],
+        [INFERENCE.every, CANCEL.every, *_READ_REGISTRY, LIMITS.every, *_BUDGETS, USAGE.every, USAGE_SPENT.every],
         [*_HEAR_REGISTRY, LIMITS.every, "_INBOX_ingress.>"],
     ),
     "registry": (
@@ -66,9 +70,21 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         ],
         [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, "_INBOX_agent.>"],
     ),
+    # Of JetStream the ledger has its one stream and its one consumer of that, and nothing else.
+    "ledger": (
+        [
+            *[f"$JS.API.STREAM.{what}.{USAGE_STREAM}" for what in ("INFO", "CREATE")],
+            *[
+                f"$JS.API.CONSUMER.{what}.{USAGE_STREAM}.{USAGE_CONSUMER}"
+                for what in ("INFO", "DURABLE.CREATE", "MSG.NEXT")
+            ],
+            *["$JS.ACK.>", "_INBOX_ingress.>", "_INBOX_tools.>"],
+        ],
+        [USAGE_SPENT.every, "_INBOX_ledger.>"],
+    ),
     # `serai registry …` and `serai health`: they look, and pass on the batch system's word.
     "tools": (
-        [*_READ_REGISTRY, ENDED.every],
+        [*_READ_REGISTRY, ENDED.every, USAGE_SPENT.every],
         [*_HEAR_REGISTRY, "_INBOX_tools.>"],
     ),
 }

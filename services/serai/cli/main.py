@@ -35,6 +35,8 @@ COMMANDS: Tree = {
         "explain": Command("serai.cli.registry_explain", "say why a session gets no requests"),
         "ended": Command("serai.cli.registry_ended", "tell the registry that an allocation is over"),
     },
+    "ledger": Command("serai.ledger.__main__", "keep the usage records of a site in SQL"),
+    "usage": Command("serai.cli.usage", "sum up what was used, by project, model, provider, day or key"),
     "health": Command("serai.cli.health", "say whether the registry answers and how many models serve"),
     "keys": {
         "add": Command("serai.cli.keys_add", "make an API key; it is shown once"),

@@ -1,4 +1,4 @@
-"""Starts the whole system on this machine: NATS, registry, ingress and agents, each its own process with its own log.
+"""Starts the whole system on this machine: NATS, registry, ingress, ledger and agents, each a process with its own log.
 
 With nothing else said it serves SmolLM2-135M on llama.cpp, a real model that runs on any CPU. Its state (credentials,
 NATS data, logs) stays in one folder; the next `serai up` finds it again. `--sites 2` starts two sites, each with all of
@@ -28,6 +28,7 @@ import orjson
 from serai.cli.children import Child
 from serai.cli.embedded_nats import EmbeddedNats, LeafRemote, server_binary, server_environment
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
+from serai.ledger.settings import sqlite_url
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
 from serai.runtime.settings import refuse
@@ -215,7 +216,11 @@ class _Up:
         await self._add(f"registry{site.suffix}", self._service(site, "registry", *system), stop_s=5)
         keys_file = str(plan.state / "keys.json")
         ingress = ["--port", str(site.port), "--keys-file", keys_file, "--policy", plan.policy, "--shutdown-s", "5"]
+        ingress += ["--usage-spool", str(site.nats.folder.parent / "usage-spool")]
         await self._add(f"ingress{site.suffix}", self._service(site, "ingress", *ingress), stop_s=10)
+        # One database for all sites of this machine: `serai usage` sees them together.
+        ledger = ["--ledger", sqlite_url(plan.state)]
+        await self._add(f"ledger{site.suffix}", self._service(site, "ledger", *ledger), stop_s=5)
         for number in range(plan.agents):
             agent = self._service(
                 site, "agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5"
@@ -287,6 +292,7 @@ Try it:
 curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'
 
 serai registry ls {self._sites[0].tools}
+serai usage --by model --ledger {sqlite_url(plan.state)}
 
 Ctrl-C stops it.
 """,
@@ -327,7 +333,7 @@ Ctrl-C stops it.
         """Requests first, then engines, then those who tell of them, NATS last."""
         if self._children:
             self._say("stopping …")
-        order = {"ingress": 0, "agent": 1, "registry": 2, "nats": 3}
+        order = {"ingress": 0, "agent": 1, "ledger": 2, "registry": 2, "nats": 3}
         for rank in range(len(order)):
             group = [child for child in self._children if order[_KIND.split(child.name)[0]] == rank]
             await asyncio.gather(*(child.stop() for child in group))

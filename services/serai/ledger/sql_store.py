@@ -153,10 +153,7 @@ class SqlStore:
                 f"GROUP BY {group} ORDER BY {group}",
                 tuple(values),
             )
-            return [
-                Usage(name, *[int(count) for count in counts], float(seconds))
-                for name, *counts, seconds in cursor.fetchall()
-            ]
+            return [_usage(*found) for found in cursor.fetchall()]
 
     def forget_before(self, moment: str) -> int:
         """Deletes some of the records that arrived before; how many. To be called until there are none."""
@@ -212,6 +209,12 @@ class SqlStore:
                 cursor.execute(statement.format(**self._place.types))
             cursor.execute(f"INSERT INTO serai_schema (version) VALUES ({number})")
         self._connection.commit()
+
+
+def _usage(name: str, *sums: Any) -> Usage:
+    """PostgreSQL's sums are decimals."""
+    *counts, gpu_seconds = sums
+    return Usage(name, *map(int, counts), gpu_seconds=float(gpu_seconds))  # type: ignore[misc]
 
 
 def _sqlite(path: Path, *, only_read: bool) -> sqlite3.Connection:
