@@ -22,6 +22,7 @@ from serai.contracts.inference import (
 )
 from serai.ingress import calls as calls_module
 from serai.ingress import inference_client as client_module
+from serai.ingress import service as service_module
 from serai.ingress.access import Access
 from serai.ingress.http_server import HttpServer
 from serai.ingress.openai_format import DONE
@@ -106,18 +107,24 @@ Talk = Callable[[Client, AgentsBus, Ingress], Awaitable[None]]
 
 
 class Serve(Protocol):
-    def __call__(self, says: dict[str, list[Part] | None], talk: Talk, **metadata: str) -> None: ...
+    def __call__(self, says: dict[str, list[Part] | None], talk: Talk, **metadata: Any) -> None: ...
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Serves a client with an ingress whose agents say what they are told to."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    clock.put_into(monkeypatch, calls_module, client_module)
+    clock.put_into(monkeypatch, calls_module, client_module, service_module)
+    return clock
 
-    async def main(says: dict[str, list[Part] | None], talk: Talk, metadata: dict[str, str]) -> None:
+
+@pytest.fixture
+def serve(clock: Clock) -> Serve:
+    """Serves a client with an ingress whose agents say what they are told to."""
+
+    async def main(says: dict[str, list[Part] | None], talk: Talk, metadata: dict[str, Any]) -> None:
         bus = AgentsBus(says)
-        ingress = Ingress(IngressSettings(anonymous=True), bus, Access(None), Tracing("test", None, 0.0))
+        access = Access(None, anonymous=True)
+        ingress = Ingress(IngressSettings(anonymous=True), bus, access, Tracing("test", None, 0.0))
         await ingress._client.start()
         for session in says:
             ingress.replica.merge(record_of(session, **metadata), clock.now_s, heard=True)
@@ -132,7 +139,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
             client[1].close()
             await server.aclose()
 
-    def run(says: dict[str, list[Part] | None], talk: Talk, **metadata: str) -> None:
+    def run(says: dict[str, list[Part] | None], talk: Talk, **metadata: Any) -> None:
         asyncio.run(main(says, talk, metadata))
 
     return run
@@ -537,3 +544,141 @@ def test_a_request_id_is_made_when_none_can_be_kept(serve: Serve, given: list[st
         assert [asked.request_id for _, asked in bus.asked] == made
 
     serve({"s1": STREAMED}, talk)
+
+
+# -- signs of life ---------------------------------------------------------------------------------------------------
+
+ALIVE = b": keep-alive\n\n"
+SILENT: list[Part] = []
+CHAT = "/v1/chat/completions"
+
+
+def say(bus: AgentsBus, *parts: Part, number: int = 0) -> None:
+    """What the agent that was asked last says now; `number` of its frames have come before."""
+    sent = next(sent for sent in reversed(bus.published) if sent.subject.startswith("inference."))
+    asked = sent.frames[0]
+    frames = [
+        Frame(kind, asked.stream, asked.attempt, number + place, payload) for place, (kind, payload) in enumerate(parts)
+    ]
+    (handler,) = bus.handlers.values()
+    handler(Message(sent.reply, encode_frames(frames)))
+
+
+async def asked(bus: AgentsBus, times: int = 1) -> None:
+    while len(bus.asked) < times:
+        await asyncio.sleep(0)
+
+
+def passes(ingress: Ingress, clock: Clock, seconds: float) -> None:
+    """Time, with looks at both ends of it; all sessions are heard meanwhile."""
+    ingress._calls.keep_alive()
+    clock.advance(seconds)
+    for record in ingress.replica.records():
+        ingress.replica.merge(record.advanced(record.lifecycle), clock.now_s, heard=True)
+    ingress._calls.keep_alive()
+
+
+@pytest.mark.parametrize(
+    ("path", "sign", "events"),
+    [
+        (CHAT, ALIVE, EVENT + DONE),
+        ("/v1/responses", ALIVE, b'data: {"type":"response.completed","response":{}}\n\n'),
+        ("/v1/messages", b'event: ping\ndata: {"type": "ping"}\n\n', b'data: {"type":"message_stop"}\n\n'),
+    ],
+)
+def test_a_client_that_waits_for_events_hears_that_its_request_lives(
+    serve: Serve, clock: Clock, path: str, sign: bytes, events: bytes
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        reader, writer = client
+        writer.write(post(ASKED, "x-request-id: r", path=path))
+        await asked(bus)
+        passes(ingress, clock, 14.9)
+        assert not reader._buffer  # type: ignore[attr-defined]
+        passes(ingress, clock, 0.1)
+        status, headers = await answer_head(reader)
+        assert (status, headers["x-request-id"], headers["x-accel-buffering"]) == (200, "r", "no")
+        assert headers["content-type"].startswith("text/event-stream")
+        assert await answer_chunk(reader) == sign
+        passes(ingress, clock, 15)
+        assert await answer_chunk(reader) == sign
+
+        say(bus, head(), data(EVENT))
+        assert await answer_chunk(reader) == EVENT
+        passes(ingress, clock, 14.9)
+        say(bus, data(EVENT), number=2)
+        assert await answer_chunk(reader) == EVENT
+        passes(ingress, clock, 15)
+        assert await answer_chunk(reader) == sign
+        say(bus, data(HALF), number=3)
+        passes(ingress, clock, 15)
+        assert await answer_chunk(reader) == sign, "between two events, not inside one"
+        say(bus, data(b'xt":1}]}\n\n' + events), end(len(EVENT * 2 + HALF + b'xt":1}]}\n\n' + events)), number=4)
+        assert await answer_chunk(reader) == HALF + b'xt":1}]}\n\n' + events
+        assert await answer_chunk(reader) == b""
+        assert not ingress._calls._keep_alive._open
+
+    native = ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+    serve({"s1": SILENT}, talk, endpoints=native)
+
+
+def test_who_does_not_wait_for_events_is_left_in_peace(serve: Serve, clock: Clock) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        client[1].write(post(b'{"model":"m"}', path=CHAT))
+        await asked(bus)
+        passes(ingress, clock, 100)
+        say(bus, *whole(200, b"{}"))
+        assert (await answer(client[0]))[2] == b"{}"
+
+    serve({"s1": SILENT}, talk)
+
+
+def test_a_request_is_still_tried_again_when_its_client_has_heard_only_that_it_lives(
+    serve: Serve, clock: Clock
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        client[1].write(post(ASKED, path=CHAT))
+        await asked(bus)
+        passes(ingress, clock, 15)
+        say(bus, error(FailureCode.ENGINE_CUT))
+        status, _, body = await answer(client[0])
+        assert (status, body) == (200, ALIVE + EVENT + DONE)
+        assert bus.sessions_asked == ["s1", "s2"]
+
+    serve({"s1": SILENT, "s2": STREAMED}, talk)
+
+
+THEIRS = b'{"error":{"message":"too long","type":"invalid_request_error","code":"context_length_exceeded"}}'
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [
+        ([error(FailureCode.ENGINE_SILENT)], "engine_silent"),
+        (whole(400, THEIRS), "context_length_exceeded"),
+        (whole(200, b"{}"), "engine_protocol"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_an_error_that_comes_after_a_sign_of_life_is_an_event(
+    serve: Serve, clock: Clock, path: str, says: list[Part], code: str
+) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        client[1].write(post(ASKED, path=path))
+        await asked(bus)
+        passes(ingress, clock, 15)
+        say(bus, *says)
+        status, _, body = await answer(client[0])
+        assert status == 200
+        if path == CHAT:
+            _, problem, marker, rest = body.split(b"\n\n")
+            assert told(problem)["code"] == code
+            assert (marker, rest) == (b"data: [DONE]", b"")
+        else:
+            assert body.count(b"event: error\ndata: ") == 1
+            assert b"[DONE]" not in body
+            assert b"message_stop" not in body
+        status, _, _ = await ask(client)
+        assert status == 200, "the connection can be used again"
+
+    serve({"s1": SILENT, "s2": STREAMED}, talk, endpoints=[path, "/v1/completions"])
