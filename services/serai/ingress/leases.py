@@ -40,8 +40,7 @@ def settled(found: BudgetAccount | None, remembered: BudgetAccount | None, perio
     """The account as it is to be read now: of this period, without leases that are over."""
     account = found if found is not None and found.period == period else BudgetAccount(period)
     if remembered is not None and remembered.period == period:
-        if found is None or remembered.spent_micros > account.spent_micros:
-            account = remembered
+        account = remembered if found is None or remembered.spent_micros > account.spent_micros else account
     over = [lease.micros for lease in account.leases.values() if lease.until_s <= now_s]
     if not over:
         return account

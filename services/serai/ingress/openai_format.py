@@ -58,6 +58,10 @@ class RequestBody(NamedTuple):
 
     model: str
     stream: bool
+    output_tokens_max: int = 0
+    """For each answer; 0 = it does not say."""
+    outputs: int = 1
+    """How many answers it asks for."""
 
 
 def parsed_object(body: bytes) -> dict[str, Any]:
@@ -80,7 +84,27 @@ def read_fields(parsed: Mapping[str, Any]) -> RequestBody:
     stream = parsed.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise ApiError(400, "`stream` must be true or false.", param="stream", code="invalid_type")
-    return RequestBody(model, bool(stream))
+    return RequestBody(model, bool(stream), _output_tokens_max(parsed), _outputs(parsed))
+
+
+_OUTPUT_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_NUMBER_MAX = 1 << 31
+
+
+def _output_tokens_max(parsed: Mapping[str, Any]) -> int:
+    """Whether what stands there makes sense is the engine's to say."""
+    return max([_number(parsed.get(name)) for name in _OUTPUT_TOKENS])
+
+
+def _outputs(parsed: Mapping[str, Any]) -> int:
+    """For each prompt, of which `/v1/completions` takes several, as many as `n` or `best_of`."""
+    prompt = parsed.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return min(_NUMBER_MAX, prompts * max(1, _number(parsed.get("n")), _number(parsed.get("best_of"))))
+
+
+def _number(value: Any) -> int:
+    return min(value, _NUMBER_MAX) if type(value) is int and value > 0 else 0
 
 
 def with_model(body: bytes, model: str, engine_model: str) -> bytes:

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -240,6 +240,14 @@ class RequestQueue:
     def duration_s(self) -> float | None:
         """How long requests take here, from dispatch to end; None = none has ended yet."""
         return self._duration_s
+
+    @property
+    def capacity(self) -> int | None:
+        return self._capacity
+
+    def apply(self, settings: QueueSettings) -> None:
+        """Other settings from now on; the number of classes stays. Who waits is not put off by them."""
+        self._settings = replace(settings, classes=self._settings.classes)
 
     def runs(self, request: str) -> bool:
         """Whether it has been dispatched and not ended."""
