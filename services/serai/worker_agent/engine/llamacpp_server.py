@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--parallel", type=int, default=4, help="requests decoded at once (default: 4)")
     parser.add_argument("--context-tokens", type=int, default=2048, help="context of each of them (default: 2048)")
+    parser.add_argument("--embeddings", action="store_true", help="serve /v1/embeddings, too: mean of the tokens' vectors")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
 
 
@@ -44,6 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     parameters.n_parallel = arguments.parallel
     parameters.n_ctx = arguments.context_tokens * arguments.parallel
     parameters.cpuparams.n_threads = arguments.threads
+    if arguments.embeddings:
+        parameters.embedding = True
+        # A model that was made to embed says how its tokens become one vector; of others the mean is the usual way.
+        parameters.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     parameters.endpoint_metrics = True
     server = xllamacpp.Server(parameters)
     sys.stderr.write(f"llama.cpp serves {arguments.alias} at {server.listening_address}\n")
