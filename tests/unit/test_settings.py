@@ -170,8 +170,6 @@ def test_two_kinds_of_credentials_are_one_too_many(capsys: pytest.CaptureFixture
         (IngressSettings, ["--port=0"], "--port 0"),
         (IngressSettings, ["--port=65536"], "--port 65536"),
         (IngressSettings, ["--policy=best"], "--policy 'best'"),
-        (IngressSettings, ["--keys-file=/k"], "--keys-file and --anonymous exclude"),
-        (IngressSettings, ["--no-anonymous"], "give --keys-file"),
         (IngressSettings, ["--window-bytes=65535"], "--window-bytes 65535"),
         (IngressSettings, ["--body-bytes-max=0"], "--body-bytes-max 0"),
         (IngressSettings, ["--answer-bytes-max=-1"], "--answer-bytes-max -1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 
 from serai.contracts.subjects import (
@@ -19,6 +20,7 @@ from serai.contracts.subjects import (
     STATUS,
 )
 from serai.ingress.access import Access, BadKeysFile
+from serai.ingress.configuration_file import BadConfiguration, Configured
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
 from serai.ingress.worker_place import WorkerPlace
@@ -26,7 +28,7 @@ from serai.ingress.workers import Plan, hand_over, place_of
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.reconnect_curve import SPAN_FEW_S
 from serai.runtime.service import run_service, watch_bus
-from serai.runtime.settings import add_settings, read_settings, refuse
+from serai.runtime.settings import add_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
 
 STOP_SPARE_S = 5.0
@@ -38,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = read_settings(IngressSettings, arguments)
-    set_up_logs("ingress", settings.log_level, json=settings.log_json)
     try:
-        access = Access(settings.keys_file)
-    except BadKeysFile as error:
+        configured = Configured(arguments)
+        settings = configured.settings
+        set_up_logs("ingress", settings.log_level, json=settings.log_json)
+        access = Access(settings.keys_file, anonymous=settings.anonymous)
+    except (BadConfiguration, BadKeysFile) as error:
         refuse(str(error))
     taken = place_of()
     if taken is None and settings.workers > 1:
@@ -62,7 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
                 must_not_subscribe=[INFERENCE.every, "_INBOX_agent.>"],
             )
             async with watch_bus(bus.closed):
-                await Ingress(settings, bus, access, tracing, place).run(stop)
+                ingress = Ingress(settings, bus, access, tracing, place, configured=configured)
+                if place is None:
+                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ingress.reload)
+                await ingress.run(stop)
         finally:
             await bus.aclose()
             tracing.close()

@@ -6,52 +6,50 @@ import math
 import os
 import re
 import secrets
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
-from serai.ingress.configuration import DEFAULT_PROJECT
-from serai.ingress.requirements import Providers
+from serai.ingress.caller import ANONYMOUS, Caller, caller_of
+from serai.ingress.configuration import DEFAULT_PROJECT, Configuration, Project
+from serai.ingress.limits import Limits
+from serai.ingress.oidc import People
+from serai.ingress.openai_format import ApiError
+from serai.ingress.queueing import CLASSES
+from serai.ingress.requirements import BadHeader, Providers, read_providers
 
 KEY_PREFIX = "sk-serai-"
-VALID_HEADERS_MAX = 10_000
+KNOWN_MAX = 10_000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredKey:
-    """One key as it lies in the file."""
+class StoredKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key as it lies in the file. A field that is not known would be a limit that is not kept, so it is refused."""
 
     name: str
     sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks: the holder of a key, or a person who signed in."""
-
-    name: str
-    """Of the key, or of the person."""
     project: str = DEFAULT_PROJECT
-    models: tuple[tuple[str, ...], ...] = ()
-    """Lists of patterns; a model must match one of each list. Empty = all models."""
-    providers: Providers = Providers()
-    """Who may answer it at all; a request can only narrow it."""
-    priority: str = "normal"
-    """One of `queueing.CLASSES`: the highest class that its requests may have."""
-    weight: float = 1.0
-    """Its project's share of a queue."""
-    scopes: tuple[str, ...] = ()
-    """Whose limits it counts against: `key:NAME`, `project:NAME`."""
-    may_opt_out: bool = False
-    """Whether it may ask not to be in the usage records by name."""
-    expires_s: float = math.inf
-    """Seconds since the epoch."""
+    models: tuple[str, ...] | None = None
+    """Patterns; None = all that its project may use."""
+    providers: tuple[str, ...] = ()
+    """As in `x-serai-providers`: `alps`, `-cloud`."""
+    priority: str | None = None
+    """None = its project's."""
+    expires: datetime | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_max: int | None = None
+    budget_micros: int | None = None
+    """For a period of its project's budget."""
 
-
-ANONYMOUS = Caller("anonymous", scopes=(f"project:{DEFAULT_PROJECT}",))
+    @property
+    def limits(self) -> Limits:
+        """Its own; its project's count as well."""
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_max, self.budget_micros)
 
 
 class BadKeysFile(ValueError):
@@ -76,9 +74,28 @@ def read_keys(path: Path) -> list[StoredKey]:
     except msgspec.DecodeError as error:
         raise BadKeysFile(f"{path} is not a keys file: {error}; make one with `serai keys add`") from error
     for key in keys:
-        if not _SHA256.fullmatch(key.sha256):
-            raise BadKeysFile(f"{path}: the `sha256` of {key.name!r} is not 64 hexadecimal digits")
+        if problem := _problem(key):
+            raise BadKeysFile(f"{path}: the {problem}")
     return keys
+
+
+def _problem(key: StoredKey) -> str | None:
+    if not _SHA256.fullmatch(key.sha256):
+        return f"`sha256` of {key.name!r} is not 64 hexadecimal digits"
+    if key.priority is not None and key.priority not in CLASSES:
+        return f"`priority` of {key.name!r} is {key.priority!r}; it must be one of {', '.join(CLASSES)}"
+    if key.expires is not None and key.expires.tzinfo is None:
+        return f"`expires` of {key.name!r} has no time zone; write it like 2027-01-31T00:00:00Z"
+    try:
+        providers_of(key)
+    except BadHeader as error:
+        return f"`providers` of {key.name!r} are wrong: {error}"
+    return None
+
+
+def providers_of(key: StoredKey) -> Providers:
+    """Who may answer its holder. Raises BadHeader."""
+    return read_providers(", ".join(key.providers)) if key.providers else Providers()
 
 
 def write_keys(path: Path, keys: list[StoredKey]) -> None:
@@ -91,13 +108,17 @@ def write_keys(path: Path, keys: list[StoredKey]) -> None:
 
 
 class Access:
-    """Who may ask. Without a file: everyone."""
+    """Who may ask: the holders of keys, and people whom an issuer of tokens vouches for; or everyone."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, anonymous: bool = False, people: People | None = None) -> None:
+        """Raises BadKeysFile."""
         self._path = path
-        self._callers: dict[bytes, Caller] = {}
-        self._valid: dict[str, Caller] = {}
-        """Headers that were found valid since the file was read: hashing each again would be work for nothing."""
+        self._anonymous = anonymous
+        self._people = people or People()
+        self._projects: Mapping[str, Project] = Configuration().projects
+        self._keys: dict[bytes, StoredKey] = {}
+        self._known: dict[str, Caller] = {}
+        """By header, found good since something changed: looking at each again would be work for nothing."""
         self._read_at = (0, 0)
         if path is not None:
             self.refresh()
@@ -113,30 +134,83 @@ class Access:
         stamp = (facts.st_mtime_ns, facts.st_size)
         if stamp == self._read_at:
             return False
-        self._callers = {bytes.fromhex(key.sha256): _holder(key) for key in read_keys(self._path)}
-        self._valid.clear()
+        self._keys = {bytes.fromhex(key.sha256): key for key in read_keys(self._path)}
+        self._known.clear()
         self._read_at = stamp
         return True
 
-    def caller(self, authorization: str | None) -> Caller | None:
-        """Who holds the key in an `Authorization: Bearer …` header; None when it is not one of ours.
+    def apply(self, configuration: Configuration) -> None:
+        """Projects and issuers, from now on."""
+        self._projects = configuration.projects
+        self._people.apply(configuration.oidc, configuration.projects)
+        self._known.clear()
+
+    def limits(self) -> dict[str, Limits]:
+        """Of single keys, by name."""
+        return {key.name: key.limits for key in self._keys.values() if key.limits != Limits()}
+
+    def strays(self) -> list[StoredKey]:
+        """Keys whose project is not configured; their holders are refused."""
+        return [key for key in self._keys.values() if key.project not in self._projects]
+
+    def known(self, authorization: str | None) -> Caller | None:
+        """Who sent this `Authorization` header, when that is known already: once per request. `caller` tells of all."""
+        if self._anonymous:
+            return ANONYMOUS
+        caller = self._known.get(authorization or "")
+        return caller if caller is not None and caller.expires_s > time.time() else None
+
+    async def caller(self, authorization: str | None) -> Caller:
+        """Who sent this `Authorization: Bearer …` header. Raises ApiError: 401 when it is nobody we know, 403 when it
+        is somebody without a project.
 
         The lookup is by hash, so its timing tells nothing about the keys.
         """
-        if self._path is None:
-            return ANONYMOUS
-        if not authorization:
-            return None
-        return self._valid.get(authorization) or self._look_up(authorization)
-
-    def _look_up(self, authorization: str) -> Caller | None:
-        if authorization[:7].lower() != "bearer ":
-            return None
-        caller = self._callers.get(sha256(authorization[7:].strip().encode()).digest())
-        if caller is not None and len(self._valid) < VALID_HEADERS_MAX:
-            self._valid[authorization] = caller
+        if caller := self.known(authorization):
+            return caller
+        kind, _, secret = (authorization or "").partition(" ")
+        secret = secret.strip()
+        if kind.lower() != "bearer" or not secret:
+            raise _unknown("is missing" if not authorization else "is not where it should be")
+        key = self._keys.get(sha256(secret.encode()).digest())
+        if key is not None:
+            caller = self._holder(key)
+        elif self._people and secret.count(".") == 2:
+            caller = await self._people.caller(secret)
+        else:
+            raise _unknown("is not known here")
+        self._remember(authorization or "", caller)
         return caller
 
+    def _holder(self, key: StoredKey) -> Caller:
+        """Raises ApiError."""
+        if key.expires is not None and key.expires.timestamp() <= time.time():
+            text = f"The API key `{key.name}` expired on {key.expires:%Y-%m-%d at %H:%M %Z}."
+            raise ApiError(401, text, kind="authentication_error", code="expired_api_key")
+        project = self._projects.get(key.project)
+        if project is None:
+            text = (
+                f"The API key `{key.name}` belongs to the project `{key.project}`, which this gateway does not have. "
+                "Its operator can add it to the configuration."
+            )
+            raise ApiError(403, text, kind="permission_error", code="unknown_project")
+        return caller_of(
+            key.name,
+            key.project,
+            project,
+            models=key.models,
+            providers=providers_of(key),
+            priority=key.priority,
+            scopes=(f"key:{key.name}",),
+            expires_s=key.expires.timestamp() if key.expires is not None else math.inf,
+        )
 
-def _holder(key: StoredKey) -> Caller:
-    return Caller(key.name, scopes=(f"key:{key.name}", f"project:{DEFAULT_PROJECT}"))
+    def _remember(self, authorization: str, caller: Caller) -> None:
+        if len(self._known) >= KNOWN_MAX:
+            del self._known[next(iter(self._known))]
+        self._known[authorization] = caller
+
+
+def _unknown(problem: str) -> ApiError:
+    text = f"The API key {problem}. Send it as `Authorization: Bearer sk-serai-…`, or as `x-api-key: sk-serai-…`."
+    return ApiError(401, text, kind="authentication_error", code="invalid_api_key")

@@ -8,7 +8,7 @@ from opentelemetry.trace import Span
 
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.usage import Outcome as Outcome
-from serai.ingress.access import Caller
+from serai.ingress.caller import Caller
 from serai.ingress.choosing import Wish
 from serai.ingress.endpoints import Endpoint
 
@@ -21,6 +21,7 @@ class Call:
     endpoint: Endpoint
     caller: Caller
     model: str
+    """Never an alias: what the client meant by `asked_model`."""
     stream: bool
     body: bytes
     headers: dict[str, str]
@@ -29,6 +30,8 @@ class Call:
     started_ns: int
     """The same moment, since the epoch: for records and traces only."""
     wish: Wish
+    asked_model: str = ""
+    """As it stands in the body."""
     traceparent: str = ""
     span: Span | None = None
     tried: list[SessionRecord] = field(default_factory=list)

@@ -8,19 +8,19 @@ import re
 import secrets
 import time
 
-import orjson
 import structlog
 from opentelemetry.trace import SpanKind
 
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import continuation, metrics, retry
-from serai.ingress.access import Caller
 from serai.ingress.accounting import Accounting
 from serai.ingress.admission import Admission
 from serai.ingress.answer_check import what_is_wrong
 from serai.ingress.call import Call, Outcome
-from serai.ingress.choosing import Attempt, Chooser, Wish, retry_after_s
+from serai.ingress.caller import Caller
+from serai.ingress.choosing import Attempt, Chooser, retry_after_s
+from serai.ingress.configuration import Interchange
 from serai.ingress.continuation import Continuing
 from serai.ingress.dialects import broken_end
 from serai.ingress.endpoints import Body, Endpoint
@@ -35,18 +35,11 @@ from serai.ingress.openai_format import (
     unknown_model,
 )
 from serai.ingress.request_body import body_with_model, read_body
-from serai.ingress.requirements import (
-    PROVIDERS_HEADER,
-    REQUIRE_HEADER,
-    BadHeader,
-    read_providers,
-    read_requirements,
-)
 from serai.ingress.retry import Verdict
-from serai.ingress.routing import Ask, prompt_head
 from serai.ingress.sent_events import Transcript, Unsound
 from serai.ingress.settings import IngressSettings
 from serai.ingress.sse_relay import relay_of
+from serai.ingress.wishes import Wishes
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.telemetry import Tracing, context_of
@@ -59,7 +52,6 @@ _TO_ENGINE = ("content-type", "accept")
 _HEADER_BYTES = range(1, 1024)
 """Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
 _TAIL_BYTES = 4096
-SESSION_KEY_CHARACTERS_MAX = 256
 FIRST_STATUS_TRIED_AGAIN = 429
 """Answers below are the caller's to see, whatever else is known."""
 CLIENT_CLOSED_REQUEST = 499
@@ -76,6 +68,7 @@ class Calls:
         copy: RegistryCopy,
         client: InferenceClient,
         chooser: Chooser,
+        wishes: Wishes,
         tracing: Tracing,
         admission: Admission,
         accounting: Accounting,
@@ -86,6 +79,7 @@ class Calls:
         self._replica = copy.replica
         self._client = client
         self._chooser = chooser
+        self._wishes = wishes
         self._tracing = tracing
         self._admission = admission
         self._accounting = accounting
@@ -133,17 +127,19 @@ class Calls:
             request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
+        wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s)
         call = Call(
             request_id=request_id,
             endpoint=endpoint,
             caller=caller,
-            model=asked.model,
+            model=wish.ask.model,
             stream=asked.stream,
             body=request.body,
             headers=to_engine,
             started_s=started_s,
             started_ns=started_ns,
-            wish=self._wish(asked.model, endpoint, request, request_id),
+            wish=wish,
+            asked_model=asked.model,
         )
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
@@ -152,19 +148,6 @@ class Calls:
         elif parent is not None:
             call.traceparent = parent.traceparent
         return call
-
-    def _wish(self, model: str, endpoint: Endpoint, request: ClientRequest, request_id: str) -> Wish:
-        headers = request.headers
-        reads = endpoint.body is Body.JSON and self._chooser.reads_prompts(model)
-        head = prompt_head(orjson.loads(request.body)) if reads else b""
-        ask = Ask(model, head, headers.get("x-session-id", "")[:SESSION_KEY_CHARACTERS_MAX], request_id)
-        require, providers = headers.get(REQUIRE_HEADER), headers.get(PROVIDERS_HEADER)
-        if require is None and providers is None:
-            return Wish(ask, endpoint=endpoint)
-        try:
-            return Wish(ask, read_requirements(require), read_providers(providers), endpoint)
-        except BadHeader as error:
-            raise ApiError(400, str(error), param=error.header, code="invalid_header") from None
 
     def _pick(self, call: Call) -> SessionRecord:
         """Hop 2: model → candidates → one session."""
@@ -189,7 +172,7 @@ class Calls:
         if self._replica.knows_model(model) or not self._copy.synced:
             text = f"No session serves `{model[:200]}` at this moment."
             return ApiError(503, text, kind="overloaded_error", code="no_session", retry_after_s=5)
-        return unknown_model(model, self._replica.models(now))
+        return unknown_model(model, [name for name in self._replica.models(now) if call.caller.may_use(name)])
 
     # -- try -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +215,7 @@ class Calls:
     def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
         """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
         content_type = call.headers.get("content-type", "")
-        body = body_with_model(call.endpoint, content_type, body, call.model, record.metadata.engine_model)
+        body = body_with_model(call.endpoint, content_type, body, call.asked_model, record.metadata.engine_model)
         inference = InferenceRequest(
             request_id=call.request_id,
             path=call.endpoint.path_at(record.metadata.endpoints) or call.path,
@@ -324,6 +307,8 @@ class Calls:
             attempt.answered(200)
             call.usage = answer.usage()
             call.outcome = Outcome.COMPLETE
+            if not call.resumed:
+                self._chooser.streamed(call.tried[-1], call.usage, time.monotonic() - call.first_byte_s)
             answer.out.end(rest)
             return None
         if answer.contradicted:
@@ -394,7 +379,8 @@ class Calls:
         if now >= call.started_s + self._settings.request_timeout_s:
             return None
         fitting = self._chooser.fitting(call.wish, now)
-        likes = [record for record in fitting if continuation.can_replace(record, call.tried[0])]
+        any_like = self._chooser.interchange(call.model) is Interchange.ANY
+        likes = [r for r in fitting if continuation.can_replace(r, call.tried[0], any_fingerprint=any_like)]
         return self._chooser.choose(call.wish, likes, call.tried, now)
 
     async def _continue(

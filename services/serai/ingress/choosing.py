@@ -13,7 +13,9 @@ from types import TracebackType
 from serai.contracts.inference import InferenceFailure
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import retry
+from serai.ingress.configuration import Configuration, Interchange
 from serai.ingress.endpoints import Endpoint
+from serai.ingress.patterns import ByPattern
 from serai.ingress.requirements import Providers, Requirements
 from serai.ingress.retry import RetryBudget, Verdict
 from serai.ingress.routing import Ask, Candidate, OwnShare, Policy, PolicyChoice, SessionSpeeds, untried, with_room
@@ -108,7 +110,17 @@ class Chooser:
         self._policies = policies
         self._budget = RetryBudget()
         self._share = OwnShare()
+        self._interchange = ByPattern[Interchange]({}, Interchange.RETRIES)
         self._having: dict[tuple[str, str], tuple[Sequence[SessionRecord], Sequence[SessionRecord]]] = {}
+
+    def apply(self, configuration: Configuration) -> None:
+        """Policies and fingerprints, from the next pick on."""
+        self._policies.change(configuration.policy, configuration.policies)
+        self._interchange = ByPattern(configuration.fingerprints, Interchange.RETRIES)
+
+    def interchange(self, model: str) -> Interchange:
+        """Whether sessions of `model` that differ in their fingerprint stand in for one another."""
+        return self._interchange.of(model)
 
     def reads_prompts(self, model: str) -> bool:
         """Whether the model's policy looks at the beginning of prompts."""
@@ -148,10 +160,17 @@ class Chooser:
         self, wish: Wish, records: Sequence[SessionRecord], tried: Sequence[SessionRecord], now: float
     ) -> SessionRecord | None:
         """One of `records` that was not tried yet; None when there is none."""
+        records = self._alike(wish, records, tried)
         ready = untried(self.health.usable(records, now), tried) or untried(records, tried)
         if len(ready) <= 1:
             return ready[0] if ready else None
         return self._policies.of(wish.ask.model).pick(wish.ask, with_room(self._candidates(ready, now))).record
+
+    def streamed(self, record: SessionRecord, usage: Mapping[str, object] | None, decode_s: float) -> None:
+        """A session has given a whole stream, in that time from its first byte to its last."""
+        tokens = (usage or {}).get("completion_tokens")
+        if isinstance(tokens, int):
+            self.speeds.observed(record.session, tokens - 1, decode_s)
 
     def attempt(self, model: str, record: SessionRecord, clock: Callable[[], float]) -> Attempt:
         """One try at `record`; the policy is the one that the model has now."""
@@ -161,7 +180,7 @@ class Chooser:
         self, wish: Wish, tried: Sequence[SessionRecord], status: int, marked_safe: bool | None, now: float
     ) -> Verdict:
         """Whether another session is to be tried after an engine's whole answer."""
-        others = untried(self.fitting(wish, now), tried)
+        others = untried(self._alike(wish, self.fitting(wish, now), tried), tried)
         rested = self.health.rested(others, now)
         return self._affordable(
             wish, others, retry.after_status(status, len(tried), rested=rested, marked_safe=marked_safe), now
@@ -171,7 +190,7 @@ class Chooser:
         self, wish: Wish, tried: Sequence[SessionRecord], failure: InferenceFailure, now: float
     ) -> Verdict:
         """Whether another session is to be tried after a failure of which the client has seen nothing."""
-        others = untried(self.fitting(wish, now), tried)
+        others = untried(self._alike(wish, self.fitting(wish, now), tried), tried)
         rested = self.health.rested(others, now)
         return self._affordable(wish, others, retry.after_failure(failure, len(tried), rested=rested), now)
 
@@ -193,6 +212,14 @@ class Chooser:
         if kept is None or kept[0] is not routable:
             kept = self._having[key] = (routable, [record for record in routable if wish.has_endpoint(record)])
         return kept[1]
+
+    def _alike(
+        self, wish: Wish, records: Sequence[SessionRecord], tried: Sequence[SessionRecord]
+    ) -> Sequence[SessionRecord]:
+        """Those that may stand in for the first that was tried."""
+        if not tried or self._interchange.of(wish.ask.model) is not Interchange.SAME:
+            return records
+        return [record for record in records if record.metadata.fingerprint == tried[0].metadata.fingerprint]
 
     def _affordable(self, wish: Wish, others: Sequence[SessionRecord], verdict: Verdict, now: float) -> Verdict:
         if not verdict.again:

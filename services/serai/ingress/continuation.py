@@ -86,10 +86,11 @@ def is_replaceable(record: SessionRecord) -> bool:
     return record.metadata.engine in _WAYS and bool(record.metadata.fingerprint)
 
 
-def can_replace(record: SessionRecord, broken: SessionRecord) -> bool:
-    """Whether `record` would have said the same as `broken`."""
+def can_replace(record: SessionRecord, broken: SessionRecord, *, any_fingerprint: bool = False) -> bool:
+    """Whether `record` would have said the same as `broken`; `any_fingerprint`: the operator says that it would."""
     mine, other = record.metadata, broken.metadata
-    return is_replaceable(record) and (mine.engine, mine.fingerprint) == (other.engine, other.fingerprint)
+    same = any_fingerprint or mine.fingerprint == other.fingerprint
+    return is_replaceable(record) and mine.engine == other.engine and same
 
 
 def is_worth_keeping(continuing: Continuing, record: SessionRecord, path: str, body: bytes) -> bool:

@@ -36,4 +36,7 @@ DURATION = Histograms(
     _LATENCY_BUCKETS,
 )
 TOKENS = Counts("serai_ingress_tokens", "Tokens, as engines report them in `usage`", ["model", "type"])
+CONFIGURATION_VALID = Gauge(
+    "serai_ingress_configuration_valid", "1: the file is in effect as it is now; 0: it is wrong, see the log", ["file"]
+)
 EVENT_LOOP_LAG = Gauge("serai_ingress_event_loop_lag_seconds", "How late the event loop runs its timers")

@@ -7,10 +7,14 @@ while it loads, `max_model_len`, `fingerprints` when its sessions are not all th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
 
+from serai.ingress.caller import ANONYMOUS, Caller
+from serai.ingress.requirements import Providers
 from serai.runtime.registry_replica import RegistryReplica
 from serai.runtime.session_state import SessionState, state_of
 
@@ -18,6 +22,7 @@ _MODEL_STATES = (SessionState.SERVING, SessionState.LOADING, SessionState.QUEUED
 """A model's state is the first of these that one of its sessions is in; else it is offline."""
 _GONE = (SessionState.DOWN, SessionState.LEFT)
 OFFLINE = "offline"
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 BODY_KEPT_S = 0.25
 """For so long the same list is given out again when nothing has changed: only its ages would be other ones."""
 
@@ -52,36 +57,74 @@ class ModelListing:
         """Per session: its model, and what was counted for it there."""
         self._traits: dict[str, Counter[_Trait]] = {}
         self._parts: dict[str, _Part] = {}
-        self._bodies: dict[bool, tuple[int, float, bytes]] = {}
+        self._bodies: dict[bool, tuple[int, float, Mapping[str, str], bytes]] = {}
 
-    def body(self, now: float, *, everything: bool = False, judged_at_s: float | None = None) -> bytes:
-        """The list of models that have a session which is not gone; with `everything`, of all that are known. States
-        are as of `judged_at_s` (None: now), when the observer last had ears; ages are as of now."""
-        kept = self._bodies.get(everything)
-        if kept is not None and kept[0] == self._replica.changes and 0 <= now - kept[1] < BODY_KEPT_S:
-            return kept[2]
+    def body(
+        self,
+        now: float,
+        *,
+        everything: bool = False,
+        judged_at_s: float | None = None,
+        caller: Caller = ANONYMOUS,
+        aliases: Mapping[str, str] = NO_ALIASES,
+    ) -> bytes:
+        """The list of models that `caller` may use and that have a session which is not gone; with `everything`, of all
+        that are known. `aliases` are listed with what their models say. States are as of `judged_at_s` (None: now),
+        when the observer last had ears; ages are as of now."""
+        narrowed = bool(caller.models) or caller.providers != Providers()
+        kept = None if narrowed else self._bodies.get(everything)
+        if (
+            kept is not None
+            and kept[0] == self._replica.changes
+            and 0 <= now - kept[1] < BODY_KEPT_S
+            and kept[2] == aliases
+        ):
+            return kept[3]
         self._refresh(now if judged_at_s is None else judged_at_s)
         entries = [
-            b'%s,"age_s":%s}' % (part.text, _age(self._replica.heard_model_ago_s(model, now)))
-            for model in sorted(self._traits)
-            for part in (self._part(model),)
-            if part.listed or everything
+            b'%s,"age_s":%s}' % (text, _age(self._replica.heard_model_ago_s(model, now)))
+            for model, text in self._listed(everything, caller, aliases)
         ]
         body = b'{"object":"list","data":[%s]}' % b",".join(entries)
-        self._bodies[everything] = (self._replica.changes, now, body)
+        if not narrowed:
+            self._bodies[everything] = (self._replica.changes, now, aliases, body)
         return body
 
     def entry(
-        self, model: str, now: float, *, everything: bool = False, judged_at_s: float | None = None
+        self,
+        model: str,
+        now: float,
+        *,
+        everything: bool = False,
+        judged_at_s: float | None = None,
+        caller: Caller = ANONYMOUS,
+        aliases: Mapping[str, str] = NO_ALIASES,
     ) -> dict[str, Any] | None:
-        """The entry of one model; None when it would not be in the list."""
+        """The entry of one model, or alias; None when it would not be in the list."""
         self._refresh(now if judged_at_s is None else judged_at_s)
-        if model not in self._traits:
+        meant = aliases.get(model, model)
+        if not self._is_listed(meant, everything, caller, alias=model in aliases):
             return None
-        part = self._part(model)
-        if not (part.listed or everything):
-            return None
-        return part.entry | {"age_s": orjson.loads(_age(self._replica.heard_model_ago_s(model, now)))}
+        age = orjson.loads(_age(self._replica.heard_model_ago_s(meant, now)))
+        return _by_alias(self._part(meant).entry, model, meant) | {"age_s": age}
+
+    def _listed(self, everything: bool, caller: Caller, aliases: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+        """The model of each entry, and its entry's text without age and closing brace."""
+        for name in sorted({*self._traits, *aliases}):
+            meant = aliases.get(name, name)
+            if self._is_listed(meant, everything, caller, alias=name in aliases):
+                part = self._part(meant)
+                yield meant, part.text if meant == name else orjson.dumps(_by_alias(part.entry, name, meant))[:-1]
+
+    def _is_listed(self, model: str, everything: bool, caller: Caller, *, alias: bool) -> bool:
+        """`alias`: the caller knows it by one that it may use."""
+        if model not in self._traits or not (self._part(model).listed or everything):
+            return False
+        if not alias and not caller.may_use(model):
+            return False
+        return caller.providers == Providers() or any(
+            caller.providers.permit_name(trait.provider) for trait in self._traits[model]
+        )
 
     def _refresh(self, now: float) -> None:
         """Takes over what has changed since last time."""
@@ -151,6 +194,10 @@ def _entry(model: str, traits: Counter[_Trait]) -> tuple[dict[str, Any], bool]:
     if len(builds) > 1:
         entry["fingerprints"] = dict(sorted(builds.items()))
     return entry, bool(there)
+
+
+def _by_alias(entry: dict[str, Any], name: str, model: str) -> dict[str, Any]:
+    return entry if name == model else entry | {"id": name, "alias_of": model}
 
 
 def _age(seconds: float | None) -> bytes:

@@ -253,7 +253,11 @@ class Providers:
     denied: frozenset[str] = frozenset()
 
     def permit(self, record: SessionRecord) -> bool:
-        provider = record.metadata.provider.lower()
+        return self.permit_name(record.metadata.provider)
+
+    def permit_name(self, name: str) -> bool:
+        """Whether a provider of that name may answer; empty = it does not tell its name."""
+        provider = name.lower()
         if provider in self.denied or (self.denied and not provider):
             return False
         return self.allowed is None or (provider != "" and provider in self.allowed)

@@ -24,6 +24,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from serai.contracts.session_record import SessionRecord
+from serai.ingress.patterns import ByPattern
 
 PROMPT_HEAD_BYTES = 2048
 """So much of a prompt decides where it goes: more than a usual system prompt's beginning, less than its whole, so that
@@ -482,17 +483,15 @@ class UnknownPolicy(ValueError):
 
 
 class PolicyChoice:
-    """Which policy serves which model. One policy of each name serves all models that want it: what they remember,
-    they remember per model. A change takes effect with the next pick; policies that stay in use keep what they know.
-    """
+    """Which policy serves which model, by its name or a pattern. One policy of each name serves all models that want
+    it: what they remember, they remember per model. A change takes effect with the next pick; policies that stay in use
+    keep what they know."""
 
     def __init__(
         self, default: str = "least-loaded", by_model: Mapping[str, str] | None = None, needs: PolicyNeeds | None = None
     ) -> None:
         self._needs = needs or PolicyNeeds()
         self._policies: dict[str, Policy] = {}
-        self._default = default
-        self._by_model: dict[str, str] = {}
         self.change(default, by_model or {})
 
     def change(self, default: str, by_model: Mapping[str, str]) -> None:
@@ -503,15 +502,14 @@ class PolicyChoice:
                 raise UnknownPolicy(f"{where}: no policy {name!r}; use one of {', '.join(POLICIES)}")
         names = {default, *by_model.values()}
         self._policies = {name: self._policies.get(name) or POLICIES[name](self._needs) for name in sorted(names)}
-        self._default = default
-        self._by_model = dict(by_model)
+        self._names = ByPattern(by_model, default)
 
     def name(self, model: str) -> str:
-        return self._by_model.get(model, self._default)
+        return self._names.of(model)
 
     def of(self, model: str) -> Policy:
         """The policy for `model`. A request keeps the one it got to its end."""
-        return self._policies[self._by_model.get(model, self._default)]
+        return self._policies[self._names.of(model)]
 
 
 def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -16,12 +17,14 @@ import structlog
 
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import metrics
-from serai.ingress.access import Access, BadKeysFile, Caller
+from serai.ingress.access import Access
 from serai.ingress.accounting import Accounting
 from serai.ingress.admission import Admission
+from serai.ingress.caller import Caller
 from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
 from serai.ingress.configuration import Configuration
+from serai.ingress.configuration_file import Configured
 from serai.ingress.door import Door, Told
 from serai.ingress.dialects import error_body
 from serai.ingress.endpoints import BY_PATH, Dialect
@@ -29,9 +32,11 @@ from serai.ingress.http_server import FLUSH_S, ClientGone, HttpRequest, HttpServ
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
 from serai.ingress.model_listing import ModelListing
 from serai.ingress.openai_format import ApiError, unknown_model
+from serai.ingress.reloading import Reloading
 from serai.ingress.routing import PolicyChoice, PolicyNeeds, SessionSpeeds
 from serai.ingress.settings import IngressSettings
 from serai.ingress.translated import as_served
+from serai.ingress.wishes import Wishes
 from serai.ingress.worker_place import WorkerPlace
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -40,7 +45,6 @@ from serai.runtime.version import VERSION
 
 log = structlog.get_logger()
 
-KEYS_LOOK_EVERY_S = 2.0
 TIDY_EVERY_S = 30.0
 _JSON = {"content-type": "application/json"}
 
@@ -57,6 +61,7 @@ class Ingress:
         access: Access,
         tracing: Tracing,
         place: WorkerPlace | None = None,
+        configured: Configured | None = None,
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -74,11 +79,16 @@ class Ingress:
         speeds = SessionSpeeds()
         policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
         self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)
-        self._calls = Calls(settings, bus, self._copy, self._client, self._chooser, tracing, Admission(), Accounting())
+        self._wishes = Wishes(self._chooser)
+        accounting = Accounting()
+        self._calls = Calls(
+            settings, bus, self._copy, self._client, self._chooser, self._wishes, tracing, Admission(), accounting
+        )
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._door = Door(settings, self._server, place)
         self._stopping = False
-        self.apply(Configuration())
+        self.apply(configured.configuration if configured else Configuration(policy=settings.policy))
+        self._reloading = Reloading(access, configured, self.apply) if configured else None
         self._routes: dict[tuple[str, str], Handler] = {
             **{("POST", path): self.on_inference for path in BY_PATH},
             ("GET", "/v1/models"): self.on_models,
@@ -99,8 +109,8 @@ class Ingress:
         self._listing.body(time.monotonic())  # The first takes longest.
         async with asyncio.TaskGroup() as tasks:
             working = [self._copy.run(), self._watching(), self._tidying(), self._door.watching()]
-            if self._settings.keys_file is not None:
-                working.append(self._watching_keys())
+            if self._reloading is not None:
+                working.append(self._reloading.run())
             running = [tasks.create_task(work) for work in working]
             try:
                 async with self._door.open():
@@ -114,7 +124,19 @@ class Ingress:
 
     def apply(self, configuration: Configuration) -> None:
         """Takes effect with the next request; those that run keep what they began with."""
-        self.configuration = configuration
+        self._access.apply(configuration)
+        self.configuration = configuration = replace(configuration, keys=self._access.limits())
+        self._chooser.apply(configuration)
+        self._wishes.apply(configuration)
+        for key in self._access.strays():
+            log.warning("keys.unknown_project", key=key.name, project=key.project, effect="its holder is refused")
+        if "macro-scheduled" in (configuration.policy, *configuration.policies.values()):
+            log.warning("policy.macro_scheduled", effect="nobody grants leases yet, so the least loaded is taken")
+
+    def reload(self) -> None:
+        """Looks at the files of keys and configuration now, not within seconds."""
+        if self._reloading is not None:
+            self._reloading.now()
 
     async def _finish(self, told: Told) -> None:
         """Those that run get `shutdown_s`; what is left then is told so, where it can be told."""
@@ -140,15 +162,6 @@ class Ingress:
             metrics.IN_FLIGHT.set(self._client.open_streams)
             self._client.watch()
             self._calls.abort_stalled()
-
-    async def _watching_keys(self) -> None:
-        while True:
-            await asyncio.sleep(KEYS_LOOK_EVERY_S)
-            try:
-                if self._access.refresh():
-                    log.info("access.keys_read")
-            except BadKeysFile as error:
-                log.error("access.keys_unreadable", error=str(error), effect="the keys read before stay valid")
 
     # -- HTTP ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +197,7 @@ class Ingress:
 
     async def on_inference(self, request: HttpRequest) -> None:
         """Hop 1 begins here: docs/request-path.md."""
-        caller = self._caller(request)
+        caller = await self._caller(request)
         asked, endpoint = as_served(request, BY_PATH[request.path.rstrip("/")], self._serving)
         await self._calls.answer(asked, endpoint, caller)
 
@@ -211,6 +224,8 @@ class Ingress:
         age_s = self._copy.knowledge_age_s(now)
         registry = {"synced": self._copy.synced, "age_s": None if age_s is None else round(age_s, 1)}
         status = {"status": ", ".join(missing) or "ready", "models": models, "registry": registry}
+        if self._reloading is not None and self._reloading.wrong:
+            status["wrong_files"] = self._reloading.wrong  # What was read before holds; the log says what is wrong.
         _respond_json(request, 503 if missing else 200, status)
 
     async def on_version(self, request: HttpRequest) -> None:
@@ -222,33 +237,41 @@ class Ingress:
 
     async def on_models(self, request: HttpRequest) -> None:
         """From the local copy of the registry, never by asking around."""
-        self._caller(request)
+        caller = await self._caller(request)
         now = time.monotonic()
-        judged_at_s = self._copy.judged_at_s(now)
-        body = self._listing.body(now, everything=_asks_for_all(request), judged_at_s=judged_at_s)
+        body = self._listing.body(
+            now,
+            everything=_asks_for_all(request),
+            judged_at_s=self._copy.judged_at_s(now),
+            caller=caller,
+            aliases=self._wishes.aliases(caller, now),
+        )
         request.respond(200, _JSON, body)
 
     async def on_model(self, request: HttpRequest) -> None:
         """One model; its name may hold slashes."""
-        self._caller(request)
+        caller = await self._caller(request)
         now = time.monotonic()
         judged_at_s = self._copy.judged_at_s(now)
         name = request.path.removeprefix("/v1/models/").rstrip("/")
-        entry = self._listing.entry(name, now, everything=_asks_for_all(request), judged_at_s=judged_at_s)
+        entry = self._listing.entry(
+            name,
+            now,
+            everything=_asks_for_all(request),
+            judged_at_s=judged_at_s,
+            caller=caller,
+            aliases=self._wishes.aliases(caller, now),
+        )
         if entry is None:
-            raise unknown_model(name, self.replica.models(judged_at_s))
+            raise unknown_model(name, [model for model in self.replica.models(judged_at_s) if caller.may_use(model)])
         _respond_json(request, 200, entry)
 
-    def _caller(self, request: HttpRequest) -> Caller:
+    async def _caller(self, request: HttpRequest) -> Caller:
+        """Raises ApiError: 401, 403."""
         authorization = request.headers.get("authorization")
         if authorization is None and (key := request.headers.get("x-api-key")):
             authorization = f"Bearer {key}"  # As Anthropic's clients send it.
-        caller = self._access.caller(authorization)
-        if caller is None:
-            given = "is not known here" if authorization else "is missing"
-            text = f"The API key {given}. Send it as `Authorization: Bearer sk-serai-…`, or as `x-api-key: sk-serai-…`."
-            raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
-        return caller
+        return self._access.known(authorization) or await self._access.caller(authorization)
 
 
 def _asks_for_all(request: HttpRequest) -> bool:

@@ -15,6 +15,7 @@ WORKERS_MAX = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressSettings(ConnectionSettings):
+    config: Path | None = setting(None, "configuration file, YAML (docs/configuration.md); read again when it changes")
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = setting(8000, "TCP port to listen on")
     keys_file: Path | None = setting(None, "file of hashed API keys (serai keys add); read again when it changes")
@@ -45,13 +46,6 @@ class IngressSettings(ConnectionSettings):
             raise ValueError(f"--policy {self.policy!r}: must be one of {', '.join(POLICIES)}")
         if self.continuing not in list(Continuing):
             raise ValueError(f"--continuing {self.continuing!r}: must be one of {', '.join(Continuing)}")
-        if self.keys_file is None and not self.anonymous:
-            raise ValueError(
-                "give --keys-file (make one with `serai keys add NAME --keys-file FILE`), or say --anonymous "
-                "to serve everyone who reaches the port"
-            )
-        if self.keys_file is not None and self.anonymous:
-            raise ValueError("--keys-file and --anonymous exclude each other")
         if self.window_bytes < 64 * 1024:
             raise ValueError(f"--window-bytes {self.window_bytes}: must be at least 65536")
         for flag, seconds in (("--shutdown-s", self.shutdown_s), ("--drain-delay-s", self.drain_delay_s)):

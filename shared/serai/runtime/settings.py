@@ -1,4 +1,5 @@
-"""Settings: one frozen dataclass per service, filled from flags, then environment variables, then defaults.
+"""Settings: one frozen dataclass per service, filled from flags, then environment variables, then what a file says,
+then defaults.
 
     @dataclass(frozen=True, slots=True)
     class Settings:
@@ -16,7 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -48,25 +49,71 @@ def add_settings(parser: argparse.ArgumentParser, kind: type) -> None:
         parser.add_argument(_flag(item), dest=item.name, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A setting's value as somebody gave it."""
+
+    value: Any
+    source: str
+    """The flag, the variable, or the file, line and field."""
+    in_file: bool = False
+    """From a file: it has its type already, and a relation it breaks is told with that place."""
+
+
+class BadSettings(ValueError):
+    """A value is missing, malformed or out of range; one line that says where it was given."""
+
+
 def read_settings(kind: type[T], arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> T:
     """The settings of `kind`. Exits with status 2 and one line when a value is missing, malformed or out of range."""
+    try:
+        return settings_of(kind, given_settings(kind, arguments, environment))
+    except BadSettings as error:
+        refuse(str(error))
+
+
+def given_settings(
+    kind: type,
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    written: Mapping[str, Given] | None = None,
+) -> dict[str, Given]:
+    """What was given for the fields of `kind`; `written` is what a file says."""
+    found: dict[str, Given] = {}
+    for item in _fields(kind):
+        name, variable = item.name, _env(item)
+        if (text := getattr(arguments, name, None)) is not None:
+            found[name] = Given(text, _flag(item))
+        elif text := environment.get(variable):
+            found[name] = Given(text, variable)
+        elif written and name in written:
+            found[name] = written[name]
+    return found
+
+
+def settings_of(kind: type[T], given: Mapping[str, Given]) -> T:
+    """Raises BadSettings."""
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     for item in _fields(kind):
-        text = getattr(arguments, item.name, None)
-        source = _flag(item)
-        if text is None:
-            source = _env(item)
-            text = environment.get(source) or None
-        if text is None:
-            if item.default is MISSING:
-                refuse(f"{_flag(item)} (or {_env(item)}) is required: {item.metadata['help']}")
-            continue
-        values[item.name] = _convert(text, hints[item.name], source)
+        if one := given.get(item.name):
+            values[item.name] = _convert(one, hints[item.name])
+        elif item.default is MISSING:
+            raise BadSettings(f"{_flag(item)} (or {_env(item)}) is required: {item.metadata['help']}")
     try:
         return kind(**values)
     except ValueError as error:
-        refuse(str(error))
+        text = str(error)
+        for item in _fields(kind):
+            one, flag = given.get(item.name), _flag(item)
+            if one is not None and one.in_file and text.startswith((f"{flag} ", f"{flag}:")):
+                text = one.source + text.removeprefix(flag)
+        raise BadSettings(text) from error
+
+
+def setting_names(kind: type) -> list[str]:
+    """Of the fields that can be given."""
+    return [item.name for item in _fields(kind)]
 
 
 def refuse(message: str) -> NoReturn:
@@ -75,24 +122,28 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _convert(text: Any, kind: Any, source: str) -> Any:
+def _convert(one: Given, kind: Any) -> Any:
+    value = one.value
     try:
         if kind in (Path, Path | None):
-            return Path(text).expanduser()
+            return Path(msgspec.convert(str(value) if isinstance(value, Path) else value, str)).expanduser()
         if kind == tuple[str, ...]:
             # A variable holds all of them, a flag is given once for each.
-            return (
-                tuple(word.strip() for word in text.split(",") if word.strip())
-                if isinstance(text, str)
-                else tuple(text)
-            )
-        value = msgspec.convert(text, kind, strict=False)
-        if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, str):
+                return tuple(word.strip() for word in value.split(",") if word.strip())
+            return msgspec.convert(value, kind)
+        converted = msgspec.convert(value, kind, strict=one.in_file)
+        if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError
-        return value
+        return converted
     except (msgspec.ValidationError, ValueError, TypeError):
-        wanted = getattr(kind, "__name__", str(kind))
-        refuse(f"{source}: {text!r} is not a valid {wanted}")
+        raise BadSettings(f"{one.source}: {value!r} is not a valid {_wanted(kind)}") from None
+
+
+def _wanted(kind: Any) -> str:
+    if kind in (Path, Path | None):
+        return "path"
+    return getattr(kind, "__name__", str(kind))
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:

@@ -238,7 +238,7 @@ class SimulatedSystem:
             window_bytes=self.scene.window_bytes,
             shutdown_s=10.0,
         )
-        node.service = Ingress(settings, node.bus, Access(None), _untraced("ingress"))
+        node.service = Ingress(settings, node.bus, Access(None, anonymous=True), _untraced("ingress"))
         await node.service.run(node.stop)
 
     async def _agent(self, node: Node) -> None:

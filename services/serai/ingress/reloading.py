@@ -1,0 +1,77 @@
+"""The files that an ingress is configured by, looked at again while it runs: keys and configuration.
+
+What has changed takes effect with the next request; streams go on. A file that has become wrong changes nothing: its
+fault is logged, shown by `/health/ready` and counted, and what was read before holds until the file is right again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from serai.ingress import metrics
+from serai.ingress.access import Access, BadKeysFile
+from serai.ingress.configuration import Configuration
+from serai.ingress.configuration_file import BadConfiguration, Configured
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 2.0
+
+
+class Reloading:
+    """Watches both files; `apply` is told of everything that holds from now on."""
+
+    def __init__(self, access: Access, configured: Configured, apply: Callable[[Configuration], None]) -> None:
+        self._access = access
+        self._configured = configured
+        self._apply = apply
+        self._wanted = asyncio.Event()
+        self._wrong: dict[str, str] = {}
+        for file in ("keys", "configuration"):
+            metrics.CONFIGURATION_VALID.labels(file).set(1)
+
+    @property
+    def wrong(self) -> list[str]:
+        """Which files are not in effect as they are now."""
+        return list(self._wrong)
+
+    def now(self) -> None:
+        """Looks at once instead of within `LOOK_EVERY_S`."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await asyncio.wait_for(self._wanted.wait(), LOOK_EVERY_S)
+            except TimeoutError:
+                pass
+            self._wanted.clear()
+            self.look()
+
+    def look(self) -> None:
+        """Takes over what has changed."""
+        keys = self._read("keys", self._access.refresh)
+        configuration = self._read("configuration", self._configured.refresh)
+        if configuration and (waiting := self._configured.needs_restart()):
+            log.warning("configuration.needs_restart", settings=waiting, effect="they stay as they are until then")
+        if keys or configuration:
+            self._apply(self._configured.configuration)
+
+    def _read(self, file: str, refresh: Callable[[], bool]) -> bool:
+        try:
+            changed = refresh()
+        except (BadKeysFile, BadConfiguration) as error:
+            if self._wrong.get(file) != str(error):
+                log.error(f"{file}.wrong", error=str(error), effect="what was read before holds")
+            self._wrong[file] = str(error)
+            metrics.CONFIGURATION_VALID.labels(file).set(0)
+            return False
+        if changed:
+            log.info(f"{file}.read")
+            self._wrong.pop(file, None)
+            metrics.CONFIGURATION_VALID.labels(file).set(1)
+        return changed
