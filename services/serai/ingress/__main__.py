@@ -9,15 +9,19 @@ import sys
 
 from serai.contracts.subjects import (
     BEAT,
+    BUDGETS_BUCKET,
     CANCEL,
     DIGEST,
     DISCONNECTED,
     INFERENCE,
+    LIMITS,
     OPINION,
     PROBE,
     SESSION,
     SNAPSHOT,
     STATUS,
+    USAGE,
+    USAGE_STREAM,
 )
 from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.configuration_file import BadConfiguration, Configured
@@ -25,12 +29,16 @@ from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
 from serai.ingress.worker_place import WorkerPlace
 from serai.ingress.workers import Plan, hand_over, place_of
+from serai.ingress.usage_sender import UsageSender
+from serai.ingress.usage_spool import spool_in
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.reconnect_curve import SPAN_FEW_S
 from serai.runtime.service import run_service, watch_bus
 from serai.runtime.settings import add_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
 
+ACCOUNTS_TIMEOUT_S = 2.0
+"""A request that needs a budget waits no longer for its account."""
 STOP_SPARE_S = 5.0
 """What a worker may take to stop beside what its requests may take."""
 
@@ -59,16 +67,20 @@ def run(arguments: argparse.Namespace) -> int:
             await bus.self_test(
                 must_publish=[
                     *[INFERENCE.every, CANCEL.every, PROBE.every],
-                    *[SNAPSHOT.every, DIGEST.every, OPINION.every],
+                    *[SNAPSHOT.every, DIGEST.every, OPINION.every, USAGE.of_site(settings.site)],
+                    *[LIMITS.every, f"$KV.{BUDGETS_BUCKET}.*"],
                 ],
-                must_subscribe=[SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every],
+                must_subscribe=[SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every, LIMITS.every],
                 must_not_subscribe=[INFERENCE.every, "_INBOX_agent.>"],
             )
             async with watch_bus(bus.closed):
-                ingress = Ingress(settings, bus, access, tracing, place, configured=configured)
-                if place is None:
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ingress.reload)
-                await ingress.run(stop)
+                with spool_in(settings.usage_spool) as spool:
+                    usage = UsageSender(spool, bus.stream(USAGE_STREAM, USAGE.of_site(settings.site)).publish)
+                    accounts = bus.bucket(BUDGETS_BUCKET, timeout_s=ACCOUNTS_TIMEOUT_S)
+                    ingress = Ingress(settings, bus, access, tracing, place, usage, configured, accounts)
+                    if place is None:
+                        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ingress.reload)
+                    await ingress.run(stop)
         finally:
             await bus.aclose()
             tracing.close()

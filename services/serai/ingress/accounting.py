@@ -1,44 +1,255 @@
-"""What is written down of every call, once, whatever happened to it: metrics and the end of its span (hop 8)."""
+"""What is written down of every call, once, whatever happened to it: its usage record, metrics, and the end of its span
+(hop 8)."""
 
 from __future__ import annotations
 
+import itertools
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
 from opentelemetry.trace import Span
 
+from serai.contracts.session_record import SessionRecord
+from serai.contracts.usage import Outcome, UsageRecord
 from serai.ingress import metrics
 from serai.ingress.call import Call
+from serai.ingress.caller import Caller
+from serai.ingress.endpoints import Endpoint
+from serai.ingress.gpu_share import GpuShares
+from serai.ingress.openai_format import ApiError
+from serai.ingress.token_counts import NO_TOKENS, TokenCounts, guessed, told
+from serai.ingress.usage_sender import UsageSender
+from serai.runtime.registry_replica import RegistryReplica
+
+TRACK_HEADER = "x-serai-track"
+_MODEL_CHARACTERS_MAX = 200
+
+
+def is_tracked(headers: Mapping[str, str], caller: Caller) -> bool:
+    """Whether the caller may be named in the record. Raises ApiError: 400, or 403 for who has no say in it."""
+    wish = headers.get(TRACK_HEADER)
+    if wish is None:
+        return True
+    if wish.strip().lower() != "none":
+        text = f"`{TRACK_HEADER}` can only be `none`, or be left out."
+        raise ApiError(400, text, param=TRACK_HEADER, code="invalid_header")
+    if not caller.may_opt_out:
+        text = f"Project `{caller.project}` does not allow requests without tracking; leave `{TRACK_HEADER}` out."
+        raise ApiError(403, text, kind="permission_error", param=TRACK_HEADER, code="tracking_required")
+    return False
 
 
 class Accounting:
-    """One per ingress."""
+    """One per ingress. Without a sender nothing is recorded, only measured."""
+
+    def __init__(self, replica: RegistryReplica, sender: UsageSender | None = None) -> None:
+        self._replica = replica
+        self._sender = sender
+        self._shares = GpuShares()
+        self._id_prefix = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+
+    @contextmanager
+    def attempt(self, call: Call, record: SessionRecord, clock: Callable[[], float]) -> Iterator[None]:
+        """The call has its part of a session's time during the block."""
+        share = self._shares.begin(record.session, clock())
+        call.shares.append(share)
+        try:
+            yield
+        finally:
+            self._shares.end(share, clock())
+
+    def look(self, now: float) -> None:
+        """Takes note of what sessions say of themselves. To be called several times a second."""
+        for session in self._shares.sessions:
+            if status := self._replica.status(session):
+                self._shares.report(session, status.sequence, status.in_flight, now)
+
+    def retain(self, sessions: Collection[str], models: Collection[str]) -> None:
+        """Forgets all other sessions, and the series of all other models. To be called now and then."""
+        self._shares.retain(sessions)
+        metrics.retain(models)
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def answering(self, call: Call, status: int, now: float) -> None:
+        """The last bytes of the answer are about to go out: from here on its record is safe."""
+        if call.is_recorded or self._sender is None:
+            return
+        call.is_recorded = True
+        self._sender.add(self._record(call, status, now))
+
+    def unreadable(
+        self, headers: Mapping[str, str], endpoint: Endpoint, caller: Caller, error: ApiError, started_ns: int
+    ) -> None:
+        """A request of which not even the model could be read."""
+        metrics.REQUESTS.of("unknown", str(error.status)).add()
+        metrics.OUTCOMES.of("unknown", Outcome.REFUSED).add()
+        if self._sender is None:
+            return
+        tracked = not (caller.may_opt_out and TRACK_HEADER in headers)
+        self._sender.add(
+            UsageRecord(
+                id=self._new_id() if tracked else _anonymous_id(),
+                started=_moment(started_ns) if tracked else _hour(started_ns),
+                outcome=Outcome.REFUSED,
+                status=error.status,
+                endpoint=endpoint.path,
+                project=caller.project if tracked else "",
+                key=caller.name if tracked else "",
+                tracked=tracked,
+                error_code=error.code or "",
+            )
+        )
+
+    def _record(self, call: Call, status: int, now: float) -> UsageRecord:
+        tokens = tokens_of(call, status)
+        tracked, tried = call.tracked, call.tried
+        last = tried[-1].metadata if tried else None
+        gpus = last.gpus if last else []
+        return UsageRecord(
+            id=self._new_id() if tracked else secrets.token_hex(13),
+            started=_moment(call.started_ns) if tracked else _hour(call.started_ns),
+            outcome=call.outcome,
+            status=status,
+            endpoint=call.path,
+            model=call.model if tried else "",
+            model_asked=call.asked_model[:_MODEL_CHARACTERS_MAX] if call.asked_model != call.model or not tried else "",
+            request_id=call.request_id if tracked else "",
+            project=call.caller.project if tracked else "",
+            key=call.caller.name if tracked else "",
+            tracked=tracked,
+            error_code=call.error_code,
+            stream=call.stream,
+            queued_s=round(call.queued_s, 6),
+            ttft_s=round(call.first_byte_s - call.started_s, 6) if call.first_byte_s else None,
+            duration_s=round(now - call.started_s, 6),
+            attempts=len(tried),
+            resumed=call.resumed,
+            sessions=[record.session for record in tried],
+            provider=last.provider if last else "",
+            site=last.site if last else "",
+            engine=last.engine if last else "",
+            gpu=gpus[0].name if gpus else "",
+            gpus=len(gpus),
+            gpu_seconds=round(self._gpu_seconds(call, now), 6),
+            prompt_tokens=tokens.prompt,
+            cached_tokens=tokens.cached,
+            output_tokens=tokens.output,
+            tokens_estimated=tokens.estimated,
+        )
+
+    def _gpu_seconds(self, call: Call, now: float) -> float:
+        return sum(
+            len(record.metadata.gpus) * self._shares.seconds(share, now)
+            for record, share in zip(call.tried, call.shares, strict=False)
+        )
+
+    def _new_id(self) -> str:
+        return f"{self._id_prefix}{next(self._numbers):010x}"
+
+    # -- metrics and spans ---------------------------------------------------------------------------------------
 
     def ended(self, call: Call, status: int, now: float) -> None:
         """`call` is over; `status` is what its client was answered, 499 when it had left."""
+        self.answering(call, status, now)
         model = call.model if call.tried else "unknown"
         metrics.REQUESTS.of(model, str(status)).add()
+        metrics.OUTCOMES.of(model, call.outcome).add()
         metrics.DURATION.of(model).observe(now - call.started_s)
         if call.first_byte_s:
             metrics.TTFT.of(model).observe(call.first_byte_s - call.started_s)
-        self._count_tokens(call)
+        if call.tried:
+            self._count_tokens(call, tokens_of(call, status), now)
         if call.span is not None:
             self._end_span(call, call.span, status, now)
 
-    def _count_tokens(self, call: Call) -> None:
-        for kind in ("prompt", "completion"):
-            count = (call.usage or {}).get(f"{kind}_tokens")
-            if isinstance(count, int) and count > 0:
+    def _count_tokens(self, call: Call, tokens: TokenCounts, now: float) -> None:
+        for kind, count in (("prompt", tokens.prompt), ("cached", tokens.cached), ("completion", tokens.output)):
+            if count:
                 metrics.TOKENS.of(call.model, kind).add(count)
+        if call.stream and tokens.output > 1 and call.first_byte_s:
+            metrics.TPOT.of(call.model).observe((now - call.first_byte_s) / (tokens.output - 1))
 
     def _end_span(self, call: Call, span: Span, status: int, now: float) -> None:
-        span.set_attributes(
-            {
-                "gen_ai.operation.name": call.endpoint.operation,
-                "gen_ai.request.model": call.model,
-                "http.response.status_code": status,
-                "serai.request_id": call.request_id,
-                "serai.tries": len(call.tried),
-                "serai.session": call.tried[-1].session if call.tried else "",
-            }
-        )
+        tokens = tokens_of(call, status)
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": call.endpoint.operation,
+            "gen_ai.request.model": call.model[:_MODEL_CHARACTERS_MAX],
+            "http.response.status_code": status,
+            "serai.hop": "ingress",
+            "serai.outcome": str(call.outcome),
+            "serai.tries": len(call.tried),
+            "serai.session": call.tried[-1].session if call.tried else "",
+        }
+        if call.tracked:
+            attributes["serai.request_id"] = call.request_id
+        if call.tried:
+            attributes["gen_ai.provider.name"] = call.tried[-1].metadata.engine
+        if call.error_code or status >= 400:
+            attributes["error.type"] = call.error_code or str(status)
+        if tokens != NO_TOKENS:
+            attributes["gen_ai.usage.input_tokens"] = tokens.prompt
+            attributes["gen_ai.usage.output_tokens"] = tokens.output
+            attributes["gen_ai.usage.cache_read.input_tokens"] = tokens.cached
+        span.set_attributes(attributes | _asked(call))
         if call.first_byte_s:
             span.add_event("first byte", timestamp=call.started_ns + round((call.first_byte_s - call.started_s) * 1e9))
         span.end(call.started_ns + round((now - call.started_s) * 1e9))
+
+
+def tokens_of(call: Call, status: int) -> TokenCounts:
+    """In the engine's words; else guessed, for an answer that must have had some."""
+    if call.usage:
+        return told(call.usage)
+    if not call.tried or not call.endpoint.streams or status in range(400, 499) or status >= 500:
+        return NO_TOKENS
+    if call.outcome is Outcome.COMPLETE and not call.stream:
+        return NO_TOKENS
+    return guessed(len(call.body), call.events, call.tried[-1].metadata.context_tokens_max)
+
+
+_ASKED = {
+    "max_tokens": ("gen_ai.request.max_tokens", int),
+    "max_completion_tokens": ("gen_ai.request.max_tokens", int),
+    "max_output_tokens": ("gen_ai.request.max_tokens", int),
+    "temperature": ("gen_ai.request.temperature", float),
+    "top_p": ("gen_ai.request.top_p", float),
+    "top_k": ("gen_ai.request.top_k", int),
+    "seed": ("gen_ai.request.seed", int),
+    "frequency_penalty": ("gen_ai.request.frequency_penalty", float),
+    "presence_penalty": ("gen_ai.request.presence_penalty", float),
+    "n": ("gen_ai.request.choice.count", int),
+}
+"""Numbers only: what clients write in words is content."""
+
+
+def _asked(call: Call) -> dict[str, Any]:
+    """What a recorded request asked for. Only spans that are kept pay for reading its body again."""
+    try:
+        fields = orjson.loads(call.body)
+    except orjson.JSONDecodeError:
+        return {}  # A form.
+    found: dict[str, Any] = {"gen_ai.request.stream": call.stream}
+    for name, (attribute, kind) in _ASKED.items():
+        value = fields.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53:
+            found[attribute] = kind(value)
+    return found
+
+
+def _anonymous_id() -> str:
+    return secrets.token_hex(13)
+
+
+def _moment(nanoseconds: int) -> str:
+    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+def _hour(nanoseconds: int) -> str:
+    hour_ns = 3_600_000_000_000
+    return _moment(nanoseconds - nanoseconds % hour_ns)

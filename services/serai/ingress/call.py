@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
@@ -11,6 +12,7 @@ from serai.contracts.usage import Outcome as Outcome
 from serai.ingress.caller import Caller
 from serai.ingress.choosing import Wish
 from serai.ingress.endpoints import Endpoint
+from serai.ingress.gpu_share import Share
 
 
 @dataclass(slots=True)
@@ -32,17 +34,47 @@ class Call:
     wish: Wish
     asked_model: str = ""
     """As it stands in the body."""
+    deadline_s: float = math.inf
+    """When its time is over, on the clock of `started_s`."""
+    priority: int = 1
+    """Place of its class in `queueing.CLASSES`."""
+    prompt_tokens: int = 0
+    """Estimated."""
+    output_tokens_max: int = 0
+    """For each answer, as asked for; 0 = not said."""
+    outputs: int = 1
+    """How many answers it asks for."""
+    hides_usage: bool = False
+    """The engine is asked to tell the usage in the stream; its client has not asked for that."""
+    tracked: bool = True
+    """False: its caller wants to be in no record by name, and may."""
     traceparent: str = ""
     span: Span | None = None
     tried: list[SessionRecord] = field(default_factory=list)
+    tries_of_earlier_turns: int = 0
+    """So many of `tried` were before it went back to its queue."""
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    """Ours, on whatever its client is answered."""
+    status: int = 0
+    """Of the engine's answer; 0 = there was none."""
     first_byte_s: float = 0.0
     queued_s: float = 0.0
     resumed: int = 0
     """How often a broken stream went on at another session."""
     usage: dict[str, object] | None = None
     """The engine's last word on tokens, in its own names (`prompt_tokens`, …)."""
+    events: int = 0
+    """About how many a stream had that did not end whole."""
+    shares: list[Share] = field(default_factory=list)
+    """Of its sessions' time."""
+    is_recorded: bool = False
     outcome: Outcome = Outcome.REFUSED
     error_code: str = ""
+
+    @property
+    def tried_now(self) -> list[SessionRecord]:
+        """Since its turn came."""
+        return self.tried[self.tries_of_earlier_turns :] if self.tries_of_earlier_turns else self.tried
 
     @property
     def path(self) -> str:

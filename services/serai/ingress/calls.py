@@ -7,18 +7,20 @@ import itertools
 import re
 import secrets
 import time
+from contextlib import ExitStack
 
 import structlog
 from opentelemetry.trace import SpanKind
 
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
-from serai.ingress import continuation, metrics, retry
-from serai.ingress.accounting import Accounting
-from serai.ingress.admission import Admission
+from serai.ingress import continuation, metrics, retry, stream_usage
+from serai.ingress.accounting import Accounting, is_tracked
+from serai.ingress.admission import Admission, Turn
 from serai.ingress.answer_check import what_is_wrong
 from serai.ingress.call import Call, Outcome
 from serai.ingress.caller import Caller
+from serai.ingress.chat_answer import read_error_body
 from serai.ingress.choosing import Attempt, Chooser, retry_after_s
 from serai.ingress.configuration import Interchange
 from serai.ingress.continuation import Continuing
@@ -27,6 +29,7 @@ from serai.ingress.endpoints import Body, Endpoint
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, ClientRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
+from serai.ingress.keep_alive import KeepAlive, Line
 from serai.ingress.openai_format import (
     ApiError,
     endpoint_not_supported,
@@ -39,6 +42,7 @@ from serai.ingress.retry import Verdict
 from serai.ingress.sent_events import Transcript, Unsound
 from serai.ingress.settings import IngressSettings
 from serai.ingress.sse_relay import relay_of
+from serai.ingress.targets import prompt_tokens, read_targets
 from serai.ingress.wishes import Wishes
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -86,27 +90,52 @@ class Calls:
         self._request_id_prefix = secrets.token_hex(8)
         self._request_numbers = itertools.count(1)
         self._continuing = Continuing(settings.continuing)
+        self._keep_alive = KeepAlive(settings.keep_alive_s)
         self._relayed: dict[int, ClientRequest] = {}
 
     async def answer(self, request: ClientRequest, endpoint: Endpoint, caller: Caller) -> None:
         """Hops 1 to 8 of docs/request-path.md. Raises ApiError when there is no answer but an error."""
-        call = self._receive(request, endpoint, caller)
+        try:
+            call = self._receive(request, endpoint, caller)
+        except ApiError as error:
+            self._accounting.unreadable(request.headers, endpoint, caller, error, time.time_ns())
+            raise
+        line = Line(request, endpoint.dialect, _STREAM_HEADERS | {"x-request-id": call.request_id}, call.started_s)
         status = CLIENT_CLOSED_REQUEST
         try:
-            async with self._admission.admitted(call):
-                status = await self._try_until_answered(request, call)
+            status = await self._admit_and_try(line, call)
         except ApiError as error:
             status = error.status
             error.request_id = call.request_id
+            error.headers |= call.answer_headers
             call.outcome = Outcome.FAILED if call.tried else Outcome.REFUSED
             call.error_code = error.code or ""
-            raise
+            if line.out is None:
+                raise
+            self._accounting.answering(call, status, time.monotonic())
+            line.out.end(broken_end(endpoint.dialect, error, b""))
         except (asyncio.CancelledError, ClientGone):
             call.outcome = Outcome.CANCELLED
             metrics.CANCELLED.labels(call.model).inc()
             raise
         finally:
             self._accounting.ended(call, status, time.monotonic())
+
+    async def _admit_and_try(self, line: Line, call: Call) -> int:
+        """The status of the answer. Once its client waits for events, an error can only be told by one of them: then
+        it is the caller's to end `line.out`."""
+        with ExitStack() as watching:
+            if call.stream and call.endpoint.streams:
+                watching.enter_context(self._keep_alive.watched(line))
+            async with self._admission.admitted(call) as turn:
+                try:
+                    return await self._try_until_answered(line, call, turn)
+                finally:
+                    watching.close()
+
+    def keep_alive(self) -> None:
+        """Says something to clients that have long heard nothing."""
+        self._keep_alive.look(time.monotonic())
 
     def abort_stalled(self) -> None:
         """Closes the connections of clients that have read nothing for too long."""
@@ -127,6 +156,7 @@ class Calls:
             request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
+        targets = read_targets(headers, self._settings.request_timeout_s, caller.priority)
         wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s)
         call = Call(
             request_id=request_id,
@@ -140,6 +170,13 @@ class Calls:
             started_ns=started_ns,
             wish=wish,
             asked_model=asked.model,
+            deadline_s=started_s + targets.timeout_s,
+            priority=targets.priority,
+            prompt_tokens=prompt_tokens(request.body),
+            output_tokens_max=asked.output_tokens_max,
+            outputs=asked.outputs,
+            hides_usage=stream_usage.is_hidden(endpoint, asked.stream, request.body),
+            tracked=is_tracked(headers, caller),
         )
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
@@ -152,7 +189,7 @@ class Calls:
     def _pick(self, call: Call) -> SessionRecord:
         """Hop 2: model → candidates → one session."""
         now = time.monotonic()
-        record = self._chooser.choose(call.wish, self._chooser.fitting(call.wish, now), call.tried, now)
+        record = self._chooser.choose(call.wish, self._chooser.fitting(call.wish, now), call.tried_now, now)
         if record is None:
             raise self._nobody(call, now)
         if not call.tried:
@@ -176,28 +213,37 @@ class Calls:
 
     # -- try -----------------------------------------------------------------------------------------------------
 
-    async def _try_until_answered(self, request: ClientRequest, call: Call) -> int:
+    async def _try_until_answered(self, line: Line, call: Call, turn: Turn) -> int:
         """Hops 3 to 7, once or twice; the status of the answer."""
         while True:
             record = self._pick(call)
             call.tried.append(record)
             stream = self._send(call, record, call.body)
-            with self._chooser.attempt(call.model, record, time.monotonic) as attempt:
+            full: StreamFailed | None = None
+            with (
+                self._accounting.attempt(call, record, time.monotonic),
+                self._chooser.attempt(call.model, record, time.monotonic) as attempt,
+            ):
                 try:
                     async with stream:
                         head = await stream.head()
                         attempt.began()
                         verdict = self._again(call, head)
                         if verdict is None:
-                            broken = await self._relay(request, call, stream, head, attempt)
+                            broken = await self._relay(line, call, stream, head, attempt)
                             break
                         attempt.answered(head.status, retry_after_s(head.headers))
                 except StreamFailed as failed:
-                    attempt.failed(failed.failure)
-                    metrics.FAILURES.labels(call.model, failed.failure.code).inc()
-                    verdict = self._chooser.again_after_failure(call.wish, call.tried, failed.failure, time.monotonic())
-                    if not verdict.again:
-                        raise failure_error(failed.failure) from failed
+                    failure = failed.failure
+                    attempt.failed(failure)
+                    metrics.FAILURES.labels(call.model, failure.code).inc()
+                    now = time.monotonic()
+                    verdict = self._chooser.again_after_failure(call.wish, call.tried_now, failure, now)
+                    full = None if verdict.again else failed
+                    if full is not None and failure.code is not FailureCode.BUSY:
+                        raise failure_error(failure) from failed
+            if full is not None and not await turn.again():
+                raise failure_error(full.failure) from full
             metrics.RETRIES.labels(call.model).inc()
             log.info("inference.retry", request_id=call.request_id, session=record.session, reason=verdict.reason)
         if broken is not None:
@@ -209,20 +255,22 @@ class Calls:
         if head.status < FIRST_STATUS_TRIED_AGAIN:
             return None
         marked = retry.mark(head.headers)
-        verdict = self._chooser.again_after_status(call.wish, call.tried, head.status, marked, time.monotonic())
+        verdict = self._chooser.again_after_status(call.wish, call.tried_now, head.status, marked, time.monotonic())
         return verdict if verdict.again else None
 
     def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
         """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
         content_type = call.headers.get("content-type", "")
         body = body_with_model(call.endpoint, content_type, body, call.asked_model, record.metadata.engine_model)
+        if call.hides_usage:
+            body = stream_usage.with_usage(body)
         inference = InferenceRequest(
             request_id=call.request_id,
             path=call.endpoint.path_at(record.metadata.endpoints) or call.path,
             body_bytes=len(body),
             body_frames=self._client.body_frames(len(body)),
             window_bytes=self._settings.window_bytes,
-            deadline_s=max(0.0, call.started_s + self._settings.request_timeout_s - time.monotonic()),
+            deadline_s=max(0.0, call.deadline_s - time.monotonic()),
             headers=call.headers,
             stream=call.stream,
             traceparent=call.traceparent,
@@ -232,7 +280,7 @@ class Calls:
     # -- relay ---------------------------------------------------------------------------------------------------
 
     async def _relay(
-        self, request: ClientRequest, call: Call, stream: InferenceStream, head: ResponseHead, attempt: Attempt
+        self, line: Line, call: Call, stream: InferenceStream, head: ResponseHead, attempt: Attempt
     ) -> Broken | None:
         """Hop 7: the answer goes to the client, as a stream of events or in one piece. What broke off, if it did."""
         headers = head.headers
@@ -242,8 +290,10 @@ class Calls:
         headers["x-serai-provider"] = metadata.provider
         headers["x-serai-fingerprint"] = metadata.fingerprint
         headers["x-serai-attempts"] = str(len(call.tried))
+        headers |= call.answer_headers
+        call.status = head.status
         if head.status == 200 and headers.get("content-type", "").startswith("text/event-stream"):
-            return await self._relay_events(request, call, stream, headers | _STREAM_HEADERS, attempt)
+            return await self._relay_events(line, call, stream, headers | _STREAM_HEADERS, attempt)
         body = await self._whole(stream)
         if head.status == 200:
             wanted = call.stream and call.endpoint.streams and call.endpoint.body is Body.JSON
@@ -253,7 +303,10 @@ class Calls:
         call.usage = read_usage(body[-_TAIL_BYTES:])
         call.outcome = Outcome.COMPLETE
         attempt.answered(head.status, retry_after_s(headers))
-        request.respond(head.status, headers, body)
+        if line.out is not None:
+            raise _no_events(head.status, body)
+        self._accounting.answering(call, head.status, time.monotonic())
+        line.request.respond(head.status, headers, body)
         return None
 
     async def _whole(self, stream: InferenceStream) -> bytes:
@@ -269,14 +322,17 @@ class Calls:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def _relay_events(
-        self, request: ClientRequest, call: Call, stream: InferenceStream, headers: dict[str, str], attempt: Attempt
+        self, line: Line, call: Call, stream: InferenceStream, headers: dict[str, str], attempt: Attempt
     ) -> Broken | None:
         """Events pass as they came."""
         relay = relay_of(call.endpoint.dialect)
         first = relay.feed(stream.data_now())
-        out = request.start(200, headers, first)
+        if call.hides_usage:
+            first = stream_usage.without_usage_event(first)
+        out = line.begin(headers, first)
         keep = continuation.is_worth_keeping(self._continuing, call.tried[-1], call.path, call.body)
-        answer = EventAnswer(request, out, relay, Transcript() if keep else None)
+        said = Transcript() if keep else None
+        answer = line.answer = EventAnswer(line.request, out, relay, said, hides_usage=call.hides_usage)
         if first:
             call.first_byte_s = time.monotonic()
             answer.sent(first)
@@ -298,6 +354,7 @@ class Calls:
         except (asyncio.CancelledError, ClientGone):
             attempt.cancelled()
             call.usage = answer.usage()
+            call.events += answer.events_in(stream.received_bytes)
             raise
         finally:
             self._relayed.pop(stream.id, None)
@@ -309,10 +366,13 @@ class Calls:
             call.outcome = Outcome.COMPLETE
             if not call.resumed:
                 self._chooser.streamed(call.tried[-1], call.usage, time.monotonic() - call.first_byte_s)
+            call.events += 0 if call.usage else answer.events_in(stream.received_bytes)
+            self._accounting.answering(call, 200, time.monotonic())
             answer.out.end(rest)
             return None
         if answer.contradicted:
             attempt.cancelled()  # By us: it answers, only not with the words of another.
+        call.events += answer.events_in(stream.received_bytes)
         metrics.FAILURES.labels(call.model, error.code or "").inc()
         return Broken(answer, error, survivable)
 
@@ -376,7 +436,7 @@ class Calls:
     def _successor(self, call: Call) -> SessionRecord | None:
         """A session not tried yet that would have said the same, while there is time left."""
         now = time.monotonic()
-        if now >= call.started_s + self._settings.request_timeout_s:
+        if now >= call.deadline_s:
             return None
         fitting = self._chooser.fitting(call.wish, now)
         any_like = self._chooser.interchange(call.model) is Interchange.ANY
@@ -392,7 +452,10 @@ class Calls:
         call.resumed += 1
         log.info("inference.continued", request_id=call.request_id, session=record.session, after=broken.error.code)
         stream = self._send(call, record, plan.body)
-        with self._chooser.attempt(call.model, record, time.monotonic) as attempt:
+        with (
+            self._accounting.attempt(call, record, time.monotonic),
+            self._chooser.attempt(call.model, record, time.monotonic) as attempt,
+        ):
             try:
                 async with stream:
                     head = await stream.head()
@@ -416,9 +479,18 @@ class Calls:
         log.warning("inference.broken_stream", request_id=call.request_id, session=call.tried[-1].session, code=code)
         call.usage = answer.usage()
         call.outcome, call.error_code = Outcome.TRUNCATED, code
+        self._accounting.answering(call, 200, time.monotonic())
         answer.out.end(broken_end(call.endpoint.dialect, broken.error, answer.last))
 
 
 def _unfinished() -> ApiError:
     text = "The engine ended the stream without saying that it is done."
     return ApiError(502, text, kind="server_error", code="stream_unfinished")
+
+
+def _no_events(status: int, body: bytes) -> ApiError:
+    """What a client is told that waits for events, when an engine has answered with something else."""
+    if status >= 400:
+        return read_error_body(body, status)
+    text = "The engine answered in one piece, though a stream was asked for."
+    return ApiError(502, text, kind="server_error", code="no_stream")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from serai.contracts.inference import InferenceFailure
+from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import retry
 from serai.ingress.configuration import Configuration, Interchange
@@ -18,7 +18,17 @@ from serai.ingress.endpoints import Endpoint
 from serai.ingress.patterns import ByPattern
 from serai.ingress.requirements import Providers, Requirements
 from serai.ingress.retry import RetryBudget, Verdict
-from serai.ingress.routing import Ask, Candidate, OwnShare, Policy, PolicyChoice, SessionSpeeds, untried, with_room
+from serai.ingress.routing import (
+    Ask,
+    Candidate,
+    OwnShare,
+    Policy,
+    PolicyChoice,
+    SessionSpeeds,
+    capacity,
+    untried,
+    with_room,
+)
 from serai.ingress.session_health import Outcome, SessionHealth, of_failure, of_status
 from serai.runtime.registry_replica import RegistryReplica
 
@@ -83,6 +93,8 @@ class Attempt:
     def failed(self, failure: InferenceFailure) -> None:
         """The session gave no whole answer."""
         self._outcome, self._retry_after_s = of_failure(failure), failure.retry_after_s
+        if failure.code is FailureCode.BUSY:
+            self._chooser.note_full(self.record.session)
 
     def broke_off(self) -> None:
         """The session's stream ended without being whole."""
@@ -110,6 +122,8 @@ class Chooser:
         self._policies = policies
         self._budget = RetryBudget()
         self._share = OwnShare()
+        self._full: dict[str, int] = {}
+        """By session: the number of the status after which it said that it was full."""
         self._interchange = ByPattern[Interchange]({}, Interchange.RETRIES)
         self._having: dict[tuple[str, str], tuple[Sequence[SessionRecord], Sequence[SessionRecord]]] = {}
 
@@ -151,6 +165,39 @@ class Chooser:
         if not records or any(wish.has_endpoint(record) for record in records):
             return []
         return sorted({path for record in records for path in record.metadata.endpoints})
+
+    def serves(self, model: str, now: float) -> bool:
+        """Whether any session may have requests for `model` now."""
+        return bool(self._replica.routable(model, now))
+
+    def capacity(self, model: str, now: float) -> int | None:
+        """How many requests of `model` this ingress may have out at once, all in all; None = no limit."""
+        records = self._replica.routable(model, now)
+        candidates = [
+            candidate
+            for candidate in self._candidates(self.health.usable(records, now), now)
+            if not self._is_full(candidate.record.session)
+        ]
+        room = capacity(candidates)
+        if room is None:
+            return None
+        counted = sum([candidate.own_in_flight for candidate in candidates])
+        return room + sum([self._in_flight(record.session) for record in records]) - counted
+
+    def context_tokens_max(self, model: str, now: float) -> int:
+        """The longest that any session of `model` takes; 0 = not known."""
+        return max([record.metadata.context_tokens_max for record in self._replica.routable(model, now)], default=0)
+
+    def note_full(self, session: str) -> None:
+        """It has said that it takes no more. That holds until it tells anew how much it has."""
+        status = self._replica.status(session)
+        self._full[session] = status.sequence if status is not None else -1
+
+    def _is_full(self, session: str) -> bool:
+        if session not in self._full:
+            return False
+        status = self._replica.status(session)
+        return self._full[session] == (status.sequence if status is not None else -1)
 
     def first_try(self, model: str, now: float) -> None:
         """A request of `model`, which exists: it earns the model a part of a retry."""
@@ -199,6 +246,7 @@ class Chooser:
         self.health.retain(sessions, now)
         self.speeds.retain(sessions)
         self._share.retain(sessions)
+        self._full = {session: number for session, number in self._full.items() if session in sessions}
         self._budget.retain(models)
         self._having = {key: kept for key, kept in self._having.items() if key[0] in models}
 

@@ -9,6 +9,7 @@ from serai.ingress.openai_format import ApiError
 from serai.ingress.sent_events import Transcript
 from serai.ingress.splice import Splice
 from serai.ingress.sse_relay import SseRelay
+from serai.ingress.stream_usage import without_usage_event
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class EventAnswer:
     """A copy of what went out; None when it would be of no use."""
     splice: Splice | None = None
     """Makes events of a session that continues fit behind those of the first, which pass as they came."""
+    hides_usage: bool = False
+    """Its client has not asked for the event that has nothing but the usage."""
     last: bytes = b""
     """What went out last."""
 
@@ -31,6 +34,8 @@ class EventAnswer:
         events = self.relay.feed(data)
         if self.splice is not None:
             events = self.splice.edit(events)
+        if self.hides_usage:
+            events = without_usage_event(events)
         if events:
             self.last = events
             if self.said is not None:
@@ -40,7 +45,9 @@ class EventAnswer:
     def rest(self) -> bytes:
         """What the relay held back, for a session that has said that it is done."""
         rest = self.relay.rest()
-        return rest if self.splice is None else self.splice.edit(rest)
+        if self.splice is not None:
+            rest = self.splice.edit(rest)
+        return without_usage_event(rest) if self.hides_usage else rest
 
     def sent(self, events: bytes) -> None:
         """Notes events that went out with the head."""
@@ -56,6 +63,12 @@ class EventAnswer:
     def usage(self) -> dict[str, object] | None:
         """The last `usage` that was told, of the whole answer."""
         return self.relay.usage() if self.splice is None else self.splice.usage
+
+    def events_in(self, data_bytes: int) -> int:
+        """About how many events are in so many bytes, by the size of the last: counting would cost something for each
+        token."""
+        count = self.last.count(b"\n\n") + self.last.count(b"\n\r\n")
+        return round(data_bytes * count / len(self.last)) if self.last else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,11 @@ class InferenceStream:
         """Nothing more will come."""
         return self.end is not None or self.failure is not None
 
+    @property
+    def received_bytes(self) -> int:
+        """Of the answer, so far."""
+        return self._received_bytes
+
     def _raise_if_failed(self) -> None:
         if self.failure is not None:
             raise StreamFailed(self.failure)

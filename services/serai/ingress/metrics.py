@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prometheus_client import Counter, Gauge
 
 from serai.runtime.metrics import Counts, Histograms
@@ -22,6 +24,11 @@ CONTINUATIONS = Counter(
     ["model", "outcome"],
 )
 CANCELLED = Counter("serai_ingress_cancelled_total", "Requests whose client left before the end", ["model"])
+OUTCOMES = Counts(
+    "serai_ingress_outcomes",
+    "How requests ended: complete, refused, failed, truncated, cancelled",
+    ["model", "outcome"],
+)
 IN_FLIGHT = Gauge("serai_ingress_requests_in_flight", "Streams open to agents now")
 TTFT = Histograms(
     "serai_ingress_time_to_first_byte_seconds",
@@ -35,8 +42,47 @@ DURATION = Histograms(
     ["model"],
     _LATENCY_BUCKETS,
 )
-TOKENS = Counts("serai_ingress_tokens", "Tokens, as engines report them in `usage`", ["model", "type"])
+TPOT = Histograms(
+    "serai_ingress_time_per_output_token_seconds",
+    "Mean time per output token after the first, of each streamed answer",
+    ["model"],
+    (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 2.5),
+)
+TOKENS = Counts("serai_ingress_tokens", "Tokens by type: prompt, cached (of prompt), completion", ["model", "type"])
 CONFIGURATION_VALID = Gauge(
     "serai_ingress_configuration_valid", "1: the file is in effect as it is now; 0: it is wrong, see the log", ["file"]
 )
 EVENT_LOOP_LAG = Gauge("serai_ingress_event_loop_lag_seconds", "How late the event loop runs its timers")
+
+QUEUE_WAIT = Histograms(
+    "serai_ingress_queue_wait_seconds",
+    "How long requests waited for their turn, those that were refused included",
+    ["model"],
+    (0.001, 0.005, *_LATENCY_BUCKETS[1:]),
+)
+QUEUE_DEPTH = Gauge("serai_ingress_queue_depth", "Requests that wait for their turn now", ["model"])
+REFUSALS = Counts(
+    "serai_ingress_queue_refusals",
+    "Requests refused for want of room, by reason: queue_full, queue_displaced, deadline_unreachable, queue_timeout, "
+    "no_session",
+    ["model", "reason"],
+)
+LIMITED = Counts(
+    "serai_ingress_limited",
+    "Requests refused by a limit of their key or project, by limit",
+    ["limit"],
+)
+
+_BY_MODEL = (REQUESTS, OUTCOMES, TTFT, DURATION, TPOT, TOKENS, QUEUE_WAIT, REFUSALS)
+_LIBRARY_BY_MODEL = (FAILURES, RETRIES, BROKEN_STREAMS, CONTINUATIONS, CANCELLED, QUEUE_DEPTH)
+_NO_MODEL = "unknown"
+
+
+def retain(models: Collection[str]) -> None:
+    """Forgets the series of all models but these: a model that has gone must not be scraped for ever."""
+    for family in _BY_MODEL:
+        family.retain(lambda labels: labels[0] == _NO_MODEL or labels[0] in models)
+    for counter in _LIBRARY_BY_MODEL:
+        for model in {sample.labels["model"] for metric in counter.collect() for sample in metric.samples}:
+            if model not in models:
+                counter.remove_by_labels({"model": model})

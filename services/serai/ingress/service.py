@@ -6,9 +6,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from http import HTTPStatus
 from urllib.parse import parse_qs
 
 import orjson
@@ -25,17 +24,23 @@ from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
 from serai.ingress.configuration import Configuration
 from serai.ingress.configuration_file import Configured
-from serai.ingress.door import Door, Told
+from serai.ingress.cors import Cors
 from serai.ingress.dialects import error_body
+from serai.ingress.door import Door, Told
 from serai.ingress.endpoints import BY_PATH, Dialect
+from serai.ingress.http_routes import Handler, Route, Routes
 from serai.ingress.http_server import FLUSH_S, ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
+from serai.ingress.limits import Limiter
 from serai.ingress.model_listing import ModelListing
 from serai.ingress.openai_format import ApiError, unknown_model
+from serai.ingress.openapi import openapi_document
 from serai.ingress.reloading import Reloading
 from serai.ingress.routing import PolicyChoice, PolicyNeeds, SessionSpeeds
 from serai.ingress.settings import IngressSettings
+from serai.ingress.shared_limits import Accounts, SharedLimits
 from serai.ingress.translated import as_served
+from serai.ingress.usage_sender import UsageSender
 from serai.ingress.wishes import Wishes
 from serai.ingress.worker_place import WorkerPlace
 from serai.runtime.bus import Bus
@@ -46,10 +51,9 @@ from serai.runtime.version import VERSION
 log = structlog.get_logger()
 
 TIDY_EVERY_S = 30.0
+USAGE_FLUSH_S = 3.0
+"""For what has no folder to wait in; the rest is sent by whoever comes next."""
 _JSON = {"content-type": "application/json"}
-
-Handler = Callable[[HttpRequest], Coroutine[Any, Any, None]]
-
 
 class Ingress:
     """Collaborators come from outside; `run` returns when told to stop and the requests have ended."""
@@ -61,7 +65,9 @@ class Ingress:
         access: Access,
         tracing: Tracing,
         place: WorkerPlace | None = None,
+        usage: UsageSender | None = None,
         configured: Configured | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -80,16 +86,29 @@ class Ingress:
         policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
         self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)
         self._wishes = Wishes(self._chooser)
-        accounting = Accounting()
+        self._usage = usage
+        self._accounting = Accounting(self.replica, usage)
+        limiter = Limiter()
+        self._limits = SharedLimits(bus, limiter, accounts)
+        self._admission = Admission(bus, self._copy, self._chooser, limiter, self._limits)
         self._calls = Calls(
-            settings, bus, self._copy, self._client, self._chooser, self._wishes, tracing, Admission(), accounting
+            settings,
+            bus,
+            self._copy,
+            self._client,
+            self._chooser,
+            self._wishes,
+            tracing,
+            self._admission,
+            self._accounting,
         )
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._door = Door(settings, self._server, place)
         self._stopping = False
         self.apply(configured.configuration if configured else Configuration(policy=settings.policy))
         self._reloading = Reloading(access, configured, self.apply) if configured else None
-        self._routes: dict[tuple[str, str], Handler] = {
+        self._cors = Cors(settings.cors_origin)
+        fixed: dict[Route, Handler] = {
             **{("POST", path): self.on_inference for path in BY_PATH},
             ("GET", "/v1/models"): self.on_models,
             ("GET", "/health"): self.on_ready,
@@ -97,18 +116,28 @@ class Ingress:
             ("GET", "/health/ready"): self.on_ready,
             ("GET", "/metrics"): self.on_metrics,
             ("GET", "/version"): self.on_version,
+            ("GET", "/openapi.json"): self.on_openapi,
         }
+        below: dict[Route, Handler] = {
+            ("GET", "/v1/models"): self.on_model,
+            ("GET", "/v1/responses"): self.on_kept_response,
+            ("DELETE", "/v1/responses"): self.on_kept_response,
+            ("POST", "/v1/responses"): self.on_kept_response,
+        }
+        self._routes = Routes(fixed, below, self.on_options)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
         """Subscribes, fills its copy of the registry, listens; at the end finishes what runs."""
-        subscriptions = [await self._client.start(), *await self._copy.start()]
+        subscriptions = [await self._client.start(), *await self._copy.start(), await self._limits.start()]
         await self._bus.barrier()
         await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
         self._listing.body(time.monotonic())  # The first takes longest.
         async with asyncio.TaskGroup() as tasks:
-            working = [self._copy.run(), self._watching(), self._tidying(), self._door.watching()]
+            working = [self._copy.run(), self._watching(), self._tidying(), self._door.watching(), self._limits.run()]
+            if self._usage is not None:
+                working.append(self._usage.run())
             if self._reloading is not None:
                 working.append(self._reloading.run())
             running = [tasks.create_task(work) for work in working]
@@ -119,6 +148,9 @@ class Ingress:
             finally:
                 for task in running:
                     task.cancel()
+        await self._limits.aclose()
+        if self._usage is not None:
+            await self._usage.flush(USAGE_FLUSH_S)
         for subscription in subscriptions:
             await subscription.unsubscribe()
 
@@ -128,6 +160,7 @@ class Ingress:
         self.configuration = configuration = replace(configuration, keys=self._access.limits())
         self._chooser.apply(configuration)
         self._wishes.apply(configuration)
+        self._admission.apply(configuration, time.monotonic())
         for key in self._access.strays():
             log.warning("keys.unknown_project", key=key.name, project=key.project, effect="its holder is refused")
         if "macro-scheduled" in (configuration.policy, *configuration.policies.values()):
@@ -152,7 +185,10 @@ class Ingress:
             await asyncio.sleep(TIDY_EVERY_S)
             records = self.replica.records()
             models = {record.metadata.model for record in records}
-            self._chooser.retain({record.session for record in records}, models, time.monotonic())
+            sessions = {record.session for record in records}
+            self._chooser.retain(sessions, models, time.monotonic())
+            self._accounting.retain(sessions, models)
+            self._admission.turns.retain(models)
 
     async def _watching(self) -> None:
         while True:
@@ -161,17 +197,20 @@ class Ingress:
             metrics.EVENT_LOOP_LAG.set(max(0.0, time.monotonic() - before_s - WATCH_EVERY_S))
             metrics.IN_FLIGHT.set(self._client.open_streams)
             self._client.watch()
+            self._accounting.look(time.monotonic())
             self._calls.abort_stalled()
+            self._accounting.look(time.monotonic())
+            self._calls.keep_alive()
 
     # -- HTTP ----------------------------------------------------------------------------------------------------
 
     async def on_http(self, request: HttpRequest) -> None:
         """Every request comes through here; whatever goes wrong is answered with an error object."""
         try:
+            request.more_headers = self._cors.headers(request.headers.get("origin"))
             if request.problem is not None:
                 raise request.problem
-            handler = self._routes.get((request.method, request.path)) or self._route(request)
-            await handler(request)
+            await self._routes.find(request.method, request.path)(request)
         except ApiError as error:
             _respond_error(request, error)
         except ClientGone:
@@ -180,20 +219,6 @@ class Ingress:
             log.exception("http.failed", path=request.path)
             text = "The gateway failed; the error is in its log."
             _respond_error(request, ApiError(500, text, kind="server_error", code="internal"))
-
-    def _route(self, request: HttpRequest) -> Handler:
-        """Routes that are not one fixed string, or 404 and 405 that say what there is."""
-        path = request.path.rstrip("/")
-        method = "GET" if request.method == "HEAD" else request.method
-        if handler := self._routes.get((method, path)):
-            return handler
-        if method == "GET" and path.startswith("/v1/models/"):
-            return self.on_model
-        methods = sorted(known_method for known_method, known in self._routes if known == path)
-        if methods:
-            text = f"{path} takes {' and '.join(methods)}, not {request.method}."
-            raise ApiError(405, text, code="method_not_allowed")
-        raise ApiError(404, f"There is no {path[:200]} here.", kind="not_found_error", code="unknown_path")
 
     async def on_inference(self, request: HttpRequest) -> None:
         """Hop 1 begins here: docs/request-path.md."""
@@ -206,6 +231,21 @@ class Ingress:
         now = time.monotonic()
         models = self.configuration.aliases.get(name) or (name,)
         return [record for model in models for record in self.replica.routable(model, now)]
+
+    async def on_kept_response(self, request: HttpRequest) -> None:
+        """Responses are not kept: their sessions end, and what is kept there with them."""
+        await self._caller(request)
+        text = "This gateway keeps no responses: keep the answer, and send the whole conversation as `input`."
+        raise ApiError(404, text, kind="not_found_error", code="responses_not_kept")
+
+    async def on_options(self, request: HttpRequest) -> None:
+        """What may be done with a path; and whether a browser may do it for a page of another origin."""
+        methods = self._routes.methods(request.path)
+        told = {"allow": ", ".join(methods)} | self._cors.preflight(request.headers, methods)
+        request.respond(HTTPStatus.NO_CONTENT, told, b"")
+
+    async def on_openapi(self, request: HttpRequest) -> None:
+        request.respond(200, _JSON, openapi_document())
 
     async def on_live(self, request: HttpRequest) -> None:
         """The process runs; says nothing of agents."""
@@ -287,7 +327,7 @@ def _respond_json(request: HttpRequest, status: int, content: object) -> None:
 
 
 def _respond_error(request: HttpRequest, error: ApiError) -> None:
-    headers = dict(_JSON)
+    headers = _JSON | error.headers
     if error.request_id is not None:
         headers["x-request-id"] = error.request_id
     if error.retry_after_s is not None:

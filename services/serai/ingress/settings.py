@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serai.ingress.continuation import Continuing
+from serai.ingress.cors import Cors
 from serai.ingress.routing import POLICIES
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
@@ -31,11 +32,20 @@ class IngressSettings(ConnectionSettings):
     accept_timeout_s: float = setting(3.0, "how long a session may take to show that it has a request, in seconds")
     silence_timeout_s: float = setting(5.0, "how long a session may be silent while it works, in seconds")
     client_stall_s: float = setting(60.0, "how long a client may read nothing of its answer, in seconds")
+    keep_alive_s: float = setting(
+        15.0, "after so long without a word, a client that waits for events is told that its request lives; 0: never"
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (), "origin whose web pages may use this ingress, as in https://chat.example.org; * for all; may be given again"
+    )
     window_bytes: int = setting(256 * 1024, "bytes of one answer on their way from agent to client at most")
     drain_delay_s: float = setting(
         0.0, "how long requests are still taken after SIGTERM, while load balancers notice, in seconds"
     )
     shutdown_s: float = setting(30.0, "how long running requests may take to finish after SIGTERM, in seconds")
+    usage_spool: Path | None = setting(
+        None, "folder on a local disk where usage records wait for NATS; without one they wait in memory"
+    )
     workers: int = setting(1, "processes that serve the port together; more than one need a parent beside them")
 
     def __post_init__(self) -> None:
@@ -46,6 +56,10 @@ class IngressSettings(ConnectionSettings):
             raise ValueError(f"--policy {self.policy!r}: must be one of {', '.join(POLICIES)}")
         if self.continuing not in list(Continuing):
             raise ValueError(f"--continuing {self.continuing!r}: must be one of {', '.join(Continuing)}")
+        try:
+            Cors(self.cors_origin)
+        except ValueError as error:
+            raise ValueError(f"--cors-origin: {error}") from None
         if self.window_bytes < 64 * 1024:
             raise ValueError(f"--window-bytes {self.window_bytes}: must be at least 65536")
         for flag, seconds in (("--shutdown-s", self.shutdown_s), ("--drain-delay-s", self.drain_delay_s)):
