@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help=f"how long ({_SECONDS:g}; quick: {_SECONDS_QUICK:g})")
     parser.add_argument("--streams", type=int, default=12, help="clients that stream (%(default)s)")
     parser.add_argument("--unary", type=int, default=6, help="clients that ask for whole answers (%(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the ingress (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,18 +91,20 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = arguments.seconds or (_SECONDS_QUICK if arguments.quick else _SECONDS)
     if not _KILL_EVERY_S < seconds <= 86_400:
         sys.exit(f"--seconds must be above {_KILL_EVERY_S:g} and at most 86400, not {seconds:g}")
-    for name in ("streams", "unary"):
+    for name in ("streams", "unary", "workers"):
         if not 1 <= getattr(arguments, name) <= 256:
             sys.exit(f"--{name} must be from 1 to 256, not {getattr(arguments, name)}")
     try:
         with fleet_stand() as stand:
-            tally = _measure(stand, seconds, arguments.streams, arguments.unary)
+            pair = Pair(stand, arguments.workers)
+            tally = _measure(pair, seconds, arguments.streams, arguments.unary)
     except BenchFailed as failure:
         say(f"serai bench failover: {failure}")
         return 1
     config = {
         "seconds": seconds, "kill_every_s": _KILL_EVERY_S, "stream_clients": arguments.streams,
-        "unary_clients": arguments.unary, "stream_tokens": _STREAM_TOKENS, "unary_tokens": _UNARY_TOKENS,
+        "unary_clients": arguments.unary, "ingress_workers": arguments.workers,
+        "stream_tokens": _STREAM_TOKENS, "unary_tokens": _UNARY_TOKENS,
         "tpot_ms": _TPOT_MS,
     }  # fmt: skip
     notes = [f"{count} × {error}" for error, count in tally.errors.most_common()]
@@ -131,10 +134,11 @@ def figures_of(tally: Tally) -> dict[str, float]:
 class Pair:
     """An ingress and two agents, each with an engine of its own."""
 
-    def __init__(self, stand: FleetStand) -> None:
+    def __init__(self, stand: FleetStand, workers: int = 1) -> None:
         self._stand = stand
         self.port = free_port()
-        stand.start_service("ingress", "ingress.ready", "--anonymous", "--port", str(self.port))
+        flags = ["--anonymous", "--port", str(self.port), "--workers", str(workers)]
+        stand.start_service("ingress", "ingress.ready", *flags)
         self._agents = {name: self._start(name) for name in _AGENTS}
         self.wait_until_both_serve()
 
@@ -183,8 +187,8 @@ def _children(pid: int) -> list[int]:
 # -- the load --------------------------------------------------------------------------------------------------------
 
 
-def _measure(stand: FleetStand, seconds: float, streams: int, unary: int) -> Tally:
-    pair, tally, stop = Pair(stand), Tally(), threading.Event()
+def _measure(pair: Pair, seconds: float, streams: int, unary: int) -> Tally:
+    tally, stop = Tally(), threading.Event()
     clients = [
         *[_client(_stream_once, pair.port, number, tally, stop) for number in range(streams)],
         *[_client(_ask_once, pair.port, number, tally, stop) for number in range(unary)],
