@@ -224,6 +224,12 @@ class TestWholeAnswer:
             {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}},
         ]
 
+    def test_a_call_that_was_demanded_ends_like_any_other(self) -> None:
+        calls = [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": ""}}]
+
+        assert whole(tool_calls=calls, finish_reason="stop")["stop_reason"] == "tool_use"
+        assert told(*CALLS[:5], finish("stop"), DONE)[-2][1]["delta"]["stop_reason"] == "tool_use"
+
     def test_a_cut_call_is_told_as_cut(self) -> None:
         calls = [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at'}}]
 

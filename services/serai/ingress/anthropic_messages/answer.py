@@ -29,6 +29,7 @@ class MessageAnswer:
         self._open = ""
         """The type of the content block that is being written."""
         self._blocks = 0
+        self._calls_tools = False
 
     # -- whole ---------------------------------------------------------------------------------------------------
 
@@ -45,11 +46,12 @@ class MessageAnswer:
                 case Thought():
                     content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
                 case Called():
+                    self._calls_tools = True
                     content.append({"type": "tool_use", "id": piece.id, "name": piece.name, "input": ""})
                 case Arguments():
                     content[-1]["input"] += piece.text
                 case Ended():
-                    message |= _stop_reason(piece) | {"usage": _usage(piece.usage)}
+                    message |= self._stop_reason(piece) | {"usage": _usage(piece.usage)}
                     for block in content:
                         if block["type"] == "tool_use":
                             block["input"] = _input(block["input"], cut=piece.finish_reason == "length")
@@ -85,13 +87,14 @@ class MessageAnswer:
                 begin = self._begin("thinking", thinking="", signature="")
                 return begin + self._delta("thinking_delta", "thinking", piece.text)
             case Called():
+                self._calls_tools = True
                 return self._stop() + self._begin("tool_use", id=piece.id, name=piece.name, input={})
             case Arguments():
                 return self._delta("input_json_delta", "partial_json", piece.text)
             case Begun():
                 return _sse("message_start", message=self._message(piece, []))
             case Ended():
-                delta = _sse("message_delta", delta=_stop_reason(piece), usage=_usage(piece.usage))
+                delta = _sse("message_delta", delta=self._stop_reason(piece), usage=_usage(piece.usage))
                 return self._stop() + delta + _sse("message_stop")
             case Broke():
                 return error_event(ApiError(_status_of(piece), piece.message, kind=piece.kind))
@@ -117,6 +120,14 @@ class MessageAnswer:
         self._open = ""
         return _sse("content_block_stop", index=self._blocks - 1)
 
+    def _stop_reason(self, ended: Ended) -> dict[str, Any]:
+        if ended.finish_reason == "stop" and ended.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": ended.stop_string}
+        reason = _STOP_REASONS.get(ended.finish_reason, "end_turn")
+        if self._calls_tools and reason == "end_turn":
+            reason = "tool_use"  # A call that the request demanded ends with `stop`, in OpenAI's API.
+        return {"stop_reason": reason, "stop_sequence": None}
+
 
 def _sse(kind: str, **fields: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps({"type": kind} | fields))
@@ -127,12 +138,6 @@ def _status_of(broke: Broke) -> int:
     return {"overloaded_error": 503, "timeout_error": 504, "rate_limit_error": 429, "invalid_request_error": 400}.get(
         broke.kind, 502
     )
-
-
-def _stop_reason(ended: Ended) -> dict[str, Any]:
-    if ended.finish_reason == "stop" and ended.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": ended.stop_string}
-    return {"stop_reason": _STOP_REASONS.get(ended.finish_reason, "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: Usage | None) -> dict[str, int]:
