@@ -14,6 +14,7 @@ from serai.contracts.session_record import SessionRecord
 from serai.ingress.endpoints import BY_PATH
 from serai.ingress.http_server import ClientGone, ClientRequest
 from serai.ingress.openai_format import DONE, ApiError
+from serai.ingress.request_body import read_body
 from serai.ingress.translated import CHAT, as_served
 from unit.chat_answers import TEXT, answer, chunk, events_of
 from unit.fakes import record_of
@@ -119,8 +120,9 @@ class TestWhoTranslates:
     @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model": 1}', b"[" * 100_000, b'{"model":"m"}'])
     def test_bad_bodies_are_told_what_is_wrong(self, body: bytes) -> None:
         for path in ("/v1/messages", "/v1/responses"):
+            request, endpoint = as_served(FakeClient(body), BY_PATH[path], lambda model: [])
             with pytest.raises(ApiError) as caught:
-                chat_for(FakeClient(body), path)
+                read_body(endpoint, "application/json", request.body)
             assert caught.value.status == 400
 
 

@@ -24,7 +24,7 @@ from serai.ingress.chat_answer import read_error_body
 from serai.ingress.choosing import Attempt, Chooser, retry_after_s
 from serai.ingress.configuration import Interchange
 from serai.ingress.continuation import Continuing
-from serai.ingress.dialects import broken_end
+from serai.ingress.dialects import broken_end, request_id_headers
 from serai.ingress.endpoints import Body, Endpoint
 from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, ClientRequest
@@ -100,7 +100,8 @@ class Calls:
         except ApiError as error:
             self._accounting.unreadable(request.headers, endpoint, caller, error, time.time_ns())
             raise
-        line = Line(request, endpoint.dialect, _STREAM_HEADERS | {"x-request-id": call.request_id}, call.started_s)
+        named = request_id_headers(endpoint.dialect, call.request_id)
+        line = Line(request, endpoint.dialect, _STREAM_HEADERS | named, call.started_s)
         status = CLIENT_CLOSED_REQUEST
         try:
             status = await self._admit_and_try(line, call)
@@ -284,7 +285,7 @@ class Calls:
     ) -> Broken | None:
         """Hop 7: the answer goes to the client, as a stream of events or in one piece. What broke off, if it did."""
         headers = head.headers
-        headers["x-request-id"] = call.request_id
+        headers |= request_id_headers(call.endpoint.dialect, call.request_id)
         metadata = attempt.record.metadata
         headers["x-serai-session"] = stream.session
         headers["x-serai-provider"] = metadata.provider

@@ -58,7 +58,8 @@ class ClientStream(Protocol):
 class ClientRequest(Protocol):
     """What answering a request takes; as `HttpRequest` has it. The other one translates (`ingress/translated.py`)."""
 
-    body: bytes
+    @property
+    def body(self) -> bytes: ...
 
     @property
     def headers(self) -> Mapping[str, str]: ...

@@ -25,7 +25,7 @@ from serai.ingress.choosing import Chooser
 from serai.ingress.configuration import Configuration
 from serai.ingress.configuration_file import Configured
 from serai.ingress.cors import Cors
-from serai.ingress.dialects import error_body
+from serai.ingress.dialects import error_body, request_id_headers
 from serai.ingress.door import Door, Told
 from serai.ingress.endpoints import BY_PATH, Dialect
 from serai.ingress.http_routes import Handler, Route, Routes
@@ -54,6 +54,7 @@ TIDY_EVERY_S = 30.0
 USAGE_FLUSH_S = 3.0
 """For what has no folder to wait in; the rest is sent by whoever comes next."""
 _JSON = {"content-type": "application/json"}
+
 
 class Ingress:
     """Collaborators come from outside; `run` returns when told to stop and the requests have ended."""
@@ -229,8 +230,7 @@ class Ingress:
     def _serving(self, name: str) -> list[SessionRecord]:
         """The sessions of all models that a client may mean by `name`."""
         now = time.monotonic()
-        models = self.configuration.aliases.get(name) or (name,)
-        return [record for model in models for record in self.replica.routable(model, now)]
+        return [record for model in self.configuration.targets(name) for record in self.replica.routable(model, now)]
 
     async def on_kept_response(self, request: HttpRequest) -> None:
         """Responses are not kept: their sessions end, and what is kept there with them."""
@@ -327,11 +327,11 @@ def _respond_json(request: HttpRequest, status: int, content: object) -> None:
 
 
 def _respond_error(request: HttpRequest, error: ApiError) -> None:
-    headers = _JSON | error.headers
-    if error.request_id is not None:
-        headers["x-request-id"] = error.request_id
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     endpoint = BY_PATH.get(request.path.rstrip("/"))
     dialect = Dialect.OPENAI if endpoint is None else endpoint.dialect
+    headers = _JSON | error.headers
+    if error.request_id is not None:
+        headers |= request_id_headers(dialect, error.request_id)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     request.respond(error.status, headers, error_body(dialect, error))

@@ -19,7 +19,7 @@ from serai.ingress.chat_answer import ChatReader, Piece, read_answer, read_error
 from serai.ingress.dialects import error_body, request_id_headers
 from serai.ingress.endpoints import BY_PATH, Dialect, Endpoint
 from serai.ingress.http_server import ClientRequest, ClientStream
-from serai.ingress.openai_format import parsed_object, read_fields
+from serai.ingress.openai_format import ApiError, parsed_object, read_fields
 from serai.ingress.responses_api import request as responses_request
 from serai.ingress.responses_api.answer import ResponseAnswer
 
@@ -56,18 +56,19 @@ does not know (tools, files), and its events lack `output_index`, without which 
 def as_served(
     request: ClientRequest, endpoint: Endpoint, serving: Callable[[str], Sequence[SessionRecord]]
 ) -> tuple[ClientRequest, Endpoint]:
-    """`request` as it is, where all sessions of its model are known to have the endpoint themselves or where nothing
-    else would be the same; otherwise as one for chat completions. `serving` tells a model's sessions. Raises ApiError
-    (400) naming what is wrong or cannot be translated."""
+    """`request` as it is, where all sessions of its model are known to have the endpoint themselves; otherwise, where
+    that can be, as one for chat completions. `serving` tells a model's sessions."""
     translation = _TRANSLATED.get(endpoint.path)
     if translation is None:
         return request, endpoint
-    fields = parsed_object(request.body)
-    records = serving(read_fields(fields).model)
+    try:
+        fields = parsed_object(request.body)
+        records = serving(read_fields(fields).model)
+    except ApiError:
+        return request, endpoint  # Whoever answers finds the same, and accounts for it.
     if records and all(_has(record, endpoint) for record in records):
         return request, endpoint
-    body = orjson.dumps(translation.chat_request(fields))
-    return TranslatedRequest(request, endpoint.dialect, body, translation.answer(fields)), CHAT
+    return TranslatedRequest(request, endpoint.dialect, translation, fields), CHAT
 
 
 def _has(record: SessionRecord, endpoint: Endpoint) -> bool:
@@ -78,13 +79,24 @@ def _has(record: SessionRecord, endpoint: Endpoint) -> bool:
 class TranslatedRequest:
     """A client's request, as chat completions; its answer, as its client asked for it."""
 
-    __slots__ = ("_answer", "_client", "_dialect", "body")
+    __slots__ = ("_answer", "_body", "_client", "_dialect", "_fields", "_translation")
 
-    def __init__(self, client: ClientRequest, dialect: Dialect, body: bytes, answer: Answer) -> None:
+    def __init__(
+        self, client: ClientRequest, dialect: Dialect, translation: Translation, fields: dict[str, Any]
+    ) -> None:
         self._client = client
         self._dialect = dialect
-        self._answer = answer
-        self.body = body
+        self._translation = translation
+        self._fields = fields
+        self._answer = translation.answer(fields)
+        self._body = b""
+
+    @property
+    def body(self) -> bytes:
+        """Raises ApiError (400) naming what is wrong or cannot be translated."""
+        if not self._body:
+            self._body = orjson.dumps(self._translation.chat_request(self._fields))
+        return self._body
 
     @property
     def headers(self) -> Mapping[str, str]:
