@@ -157,7 +157,7 @@ def test_what_a_model_has_instead_is_told_only_when_all_of_it_is_known() -> None
     wish = Wish(Ask("m"), endpoint=BY_PATH["/v1/score"])
     fleet = Fleet(record_of("s0", endpoints=["/tokenize"]), record_of("s1", endpoints=["/v1/rerank", "/tokenize"]))
     assert fleet.choose(wish=wish) is None
-    assert fleet.chooser.endpoints_instead(wish, NOW) == ["/tokenize", "/v1/rerank"]
+    assert fleet.chooser.endpoints_instead(wish, NOW) == ["/v1/rerank", "/tokenize"]
     assert fleet.chooser.endpoints_instead(Wish(Ask("other"), endpoint=BY_PATH["/v1/score"]), NOW) == []
     fleet.replica.merge(record_of("s2"), NOW, heard=True)
     assert fleet.chooser.endpoints_instead(wish, NOW) == []

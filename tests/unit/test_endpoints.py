@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from serai.contracts.endpoint_paths import ENDPOINT_PATHS
-from serai.ingress.endpoints import BY_PATH, ENDPOINTS, Body
+from serai.ingress.endpoints import BY_PATH, ENDPOINTS, Body, offered
 from serai.ingress.openai_format import ApiError
 from serai.ingress.request_body import read_body
+from serai.ingress.translated import _TRANSLATED
 from serai.runtime.http1 import HttpPool, Origin
 from serai.worker_agent.engine import served_paths as served_paths_module
 from serai.worker_agent.engine.served_paths import served_paths
@@ -30,6 +31,13 @@ def test_what_an_endpoint_is_called_at_an_engine() -> None:
     assert RERANK.path_at([]) == "/v1/rerank", "not known: tried"
     assert RERANK.path_at(["/v2/rerank", "/rerank"]) == "/rerank"
     assert RERANK.path_at(["/v1/embeddings"]) is None
+
+
+def test_what_clients_can_ask_of_an_engine() -> None:
+    assert offered([]) == [], "not known"
+    assert offered(["/rerank", "/score", "/tokenize"]) == ["/v1/rerank", "/v1/score", "/tokenize"]
+    assert offered(["/v1/chat/completions"]) == ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+    assert [endpoint.path for endpoint in ENDPOINTS if endpoint.through_chat] == sorted(_TRANSLATED, reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,17 @@ def test_an_entry_holds_openais_fields_and_what_becomes_of_the_model() -> None:
     }
 
 
+def test_an_entry_tells_what_the_model_can_be_asked_where_that_is_known() -> None:
+    stage = Stage()
+    stage.say("s1")
+    assert "endpoints" not in stage.models()["m"]
+    stage.say("s2", endpoints=["/v1/chat/completions"])
+    stage.say("s3", endpoints=["/v1/embeddings", "/rerank"])
+    stage.say("s4", Lifecycle.JOIN, endpoints=["/tokenize"])
+    chat = ["/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/rerank"]
+    assert stage.models()["m"]["endpoints"] == chat
+
+
 def test_the_state_of_a_model_is_that_of_its_most_useful_session() -> None:
     stage = Stage()
     stage.say("s1", Lifecycle.DOWN)

@@ -14,7 +14,7 @@ from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import retry
 from serai.ingress.configuration import Configuration, Interchange
-from serai.ingress.endpoints import Endpoint
+from serai.ingress.endpoints import Endpoint, offered
 from serai.ingress.patterns import ByPattern
 from serai.ingress.requirements import Providers, Requirements
 from serai.ingress.retry import RetryBudget, Verdict
@@ -164,7 +164,7 @@ class Chooser:
         records = self._replica.records_of_model(wish.ask.model)
         if not records or any(wish.has_endpoint(record) for record in records):
             return []
-        return sorted({path for record in records for path in record.metadata.endpoints})
+        return offered({path for record in records for path in record.metadata.endpoints})
 
     def serves(self, model: str, now: float) -> bool:
         """Whether any session may have requests for `model` now."""

@@ -38,6 +38,8 @@ class Endpoint:
     body: Body = Body.JSON
     also: tuple[str, ...] = ()
     """Other paths of the same thing, here and at engines."""
+    through_chat: bool = False
+    """Whether an engine without it can answer through its chat completions (`translated.py`)."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -55,8 +57,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/chat/completions", "chat", streams=True),
     Endpoint("/v1/completions", "text_completion", streams=True),
     Endpoint("/v1/embeddings", "embeddings"),
-    Endpoint("/v1/responses", "chat", streams=True, dialect=Dialect.RESPONSES),
-    Endpoint("/v1/messages", "chat", streams=True, dialect=Dialect.ANTHROPIC),
+    Endpoint("/v1/responses", "chat", streams=True, dialect=Dialect.RESPONSES, through_chat=True),
+    Endpoint("/v1/messages", "chat", streams=True, dialect=Dialect.ANTHROPIC, through_chat=True),
     Endpoint("/v1/messages/count_tokens", "count_tokens", dialect=Dialect.ANTHROPIC),
     Endpoint("/v1/rerank", "rerank", also=("/rerank", "/v2/rerank")),
     Endpoint("/v1/score", "score", also=("/score",)),
@@ -68,3 +70,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 
 BY_PATH: dict[str, Endpoint] = {path: endpoint for endpoint in ENDPOINTS for path in endpoint.paths}
+_CHAT = BY_PATH["/v1/chat/completions"]
+
+
+def offered(served: Collection[str]) -> list[str]:
+    """What clients can ask of an engine that is known to serve these paths."""
+    has_chat = _CHAT.path in served
+    return [e.path for e in ENDPOINTS if served and (e.path_at(served) or (e.through_chat and has_chat))]

@@ -1,7 +1,7 @@
 """`GET /v1/models` from the ingress's own copy of the registry: nobody is asked, and unchanged parts are kept. Pure.
 
 A model's entry holds OpenAI's fields and, beside them, what becomes of it: `state`, `sessions` by state, `progress`
-while it loads, `max_model_len`, `fingerprints` when its sessions are not all the same build, `age_s`.
+while it loads, `max_model_len`, `endpoints`, `fingerprints` when its sessions are not all the same build, `age_s`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from serai.ingress.caller import ANONYMOUS, Caller
+from serai.ingress.endpoints import offered
 from serai.ingress.requirements import Providers
 from serai.runtime.registry_replica import RegistryReplica
 from serai.runtime.session_state import SessionState, state_of
@@ -35,6 +36,7 @@ class _Trait(NamedTuple):
     fingerprint: str
     context_tokens_max: int
     loading_progress: float | None
+    endpoints: tuple[str, ...]
 
 
 class _Part(NamedTuple):
@@ -149,7 +151,9 @@ class ModelListing:
         said = record.metadata
         state = state_of(self._replica, session, now)
         progress = said.loading_progress if state is SessionState.LOADING else None
-        return said.model, _Trait(state, said.provider, said.fingerprint, said.context_tokens_max, progress)
+        return said.model, _Trait(
+            state, said.provider, said.fingerprint, said.context_tokens_max, progress, tuple(said.endpoints)
+        )
 
     def _count(self, model: str, trait: _Trait, change: int) -> None:
         self._parts.pop(model, None)
@@ -191,6 +195,8 @@ def _entry(model: str, traits: Counter[_Trait]) -> tuple[dict[str, Any], bool]:
         entry["progress"] = max(told, default=None)
     if limits := [trait.context_tokens_max for trait in speaking if trait.context_tokens_max]:
         entry["max_model_len"] = min(limits)
+    if known := {path for trait in speaking for path in trait.endpoints}:
+        entry["endpoints"] = offered(known)
     if len(builds) > 1:
         entry["fingerprints"] = dict(sorted(builds.items()))
     return entry, bool(there)
