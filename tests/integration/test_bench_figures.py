@@ -25,11 +25,18 @@ def test_percentiles() -> None:
 
 def test_gateway_figures_are_medians_over_rounds_and_errors_are_sums() -> None:
     samples = [
-        gateway.Sample("serai", number, "unary_rps_c32", value, 10, 0.1, LoadOutcome(errors={"timeout": 2}))
+        gateway.Sample(
+            "serai", number, "unary_rps_c32", value, 10, 0.5, LoadOutcome(measured_s=2.0, errors={"timeout": 2})
+        )
         for number, value in enumerate([100.0, 300.0, 110.0])
     ]
     figures = gateway.figures_of(samples, {"serai": 12.5})
-    assert figures == {"serai_unary_rps_c32": 110.0, "serai_rss_mb": 12.5, "serai_errors": 6}
+    assert figures == {
+        "serai_unary_rps_c32": 110.0,
+        "serai_unary_per_cpu_s_c32": 440.0,
+        "serai_rss_mb": 12.5,
+        "serai_errors": 6,
+    }
 
 
 def test_gateway_measures_what_is_agreed() -> None:

@@ -2,12 +2,16 @@
 
 Rounds go through all targets one after the other (direct, serai, peers, direct, …); a figure is the median over
 rounds. Unary figures are answers of one token, which the engine gives at once; streams run at 50 tokens a second.
+Beside rates stands what came of a second of processor time of the gateway's processes (the engine's and the load's are
+not counted). `serai_w2` is Serai with two processes of its ingress, on the same cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +19,7 @@ from typing import Any
 
 from serai.bench.load import LoadOutcome, LoadTask
 from serai.bench.percentiles import median_of, percentile
-from serai.bench.processes import BenchFailed, cpu_s, rss_mb
+from serai.bench.processes import BenchFailed
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.bench.stand import CHAT_PATH, ENGINE_FLAGS, Stand, Target, chat_body, stand
 from serai.bench.targets import add_target_arguments, check_target_arguments, chosen_targets, end_on_sigterm
@@ -50,6 +54,8 @@ class Measure:
     full: Times
     quick: Times
     value: Callable[[LoadOutcome], float]
+    per_cpu: str = ""
+    """The figure of what came of a second of processor time, for rates."""
 
     def task(self, target: Target, times: Times) -> LoadTask:
         """The load on `target`."""
@@ -84,7 +90,7 @@ def _first_token_p50(outcome: LoadOutcome) -> float:
 
 # Long streams start spread over as long as one lasts, so that their ends are spread too.
 MEASURES = (
-    Measure("unary_rps_c32", 32, 1, False, Times(1.0, 0.0, 4.0), Times(0.2, 0.0, 0.6), _rate),
+    Measure("unary_rps_c32", 32, 1, False, Times(1.0, 0.0, 4.0), Times(0.2, 0.0, 0.6), _rate, "unary_per_cpu_s_c32"),
     Measure("unary_p50_ms_c1", 1, 1, False, Times(0.5, 0.0, 3.0), Times(0.1, 0.0, 0.3), _p50),
     Measure(
         "stream_ttft_p50_ms_c32",
@@ -93,12 +99,15 @@ MEASURES = (
     Measure(
         "stream_tok_s_c256",
         256, _LONG_STREAM_TOKENS, True, Times(5.0, 4.0, 6.0), Times(1.0, 0.8, 1.2), _token_rate,
+        "stream_tok_per_cpu_s_c256",
     ),
     Measure(
         "stream_tok_s_c1000",
         1000, _LONG_STREAM_TOKENS, True, Times(5.0, 4.0, 6.0), Times(2.0, 1.6, 1.2), _token_rate,
+        "stream_tok_per_cpu_s_c1000",
     ),
 )  # fmt: skip
+_PER_CPU = {measure.figure: measure.per_cpu for measure in MEASURES if measure.per_cpu}
 _FREE_TIMEOUT_S, _FREE_TIMEOUT_QUICK_S = 10.0, 2.0
 
 
@@ -112,7 +121,7 @@ class Sample:
     value: float
     completed: int
     cpu_s: float
-    """Processor time that the gateway's processes took, warm-up included."""
+    """Processor time that the gateway's processes took in the measured time."""
     outcome: LoadOutcome
 
 
@@ -122,12 +131,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument(
+        "--serai-workers",
+        type=_workers,
+        metavar="N,…",
+        help="measure Serai with so many processes of its ingress (1, and as many as there are cores; quick: 1)",
+    )
+    parser.add_argument(
         "--measures",
         type=_measures,
         default=MEASURES,
         metavar="NAME,…",
         help=f"only these of: {', '.join(measure.figure for measure in MEASURES)}",
     )
+
+
+def _workers(text: str) -> tuple[int, ...]:
+    numbers = tuple([int(word) for word in text.split(",") if word.isdigit()])
+    if not numbers or len(numbers) < len(text.split(",")) or not all(1 <= number <= 64 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 to 64")
+    return numbers
 
 
 def _measures(text: str) -> tuple[Measure, ...]:
@@ -143,13 +165,19 @@ def run(arguments: argparse.Namespace) -> int:
     check_target_arguments(arguments)
     end_on_sigterm()
     rounds = arguments.rounds or (1 if arguments.quick else _FULL_ROUNDS)
-    cores = len(os.sched_getaffinity(0)) if arguments.keep_awake else 0
+    cores = len(os.sched_getaffinity(0))
+    workers = arguments.serai_workers or ((1,) if arguments.quick else tuple(sorted({1, cores})))
     free_timeout_s = _FREE_TIMEOUT_QUICK_S if arguments.quick else _FREE_TIMEOUT_S
     try:
-        with stand(chosen_targets(arguments), keep_awake_cores=cores, free_timeout_s=free_timeout_s) as up:
+        with stand(
+            chosen_targets(arguments),
+            keep_awake_cores=cores if arguments.keep_awake else 0,
+            free_timeout_s=free_timeout_s,
+            serai_workers=workers,
+        ) as up:
             times = _times(len(up.targets), arguments)
             samples = _measure_all(up, arguments.measures, rounds, times)
-            memory = {target.name: rss_mb(target.pids) for target in up.targets}
+            memory = {target.name: target.rss_mb for target in up.targets}
             names = [target.name for target in up.targets]
             notes = [*up.notes, *_notes(samples)]
     except BenchFailed as failure:
@@ -175,6 +203,9 @@ def figures_of(samples: Sequence[Sample], memory_mb: Mapping[str, float]) -> dic
     errors: dict[str, float] = defaultdict(float)
     for sample in samples:
         values[f"{sample.target}_{sample.figure}"].append(sample.value)
+        if sample.figure in _PER_CPU and sample.cpu_s:
+            per_cpu_s = sample.value * sample.outcome.measured_s / sample.cpu_s
+            values[f"{sample.target}_{_PER_CPU[sample.figure]}"].append(per_cpu_s)
         errors[f"{sample.target}_errors"] += sum(sample.outcome.errors.values())
     figures = {name: median_of(of_rounds) for name, of_rounds in values.items()}
     return {**figures, **{f"{name}_rss_mb": value for name, value in memory_mb.items()}, **errors}
@@ -200,10 +231,33 @@ def _measure_all(up: Stand, measures: Sequence[Measure], rounds: int, times: Map
 
 
 def _measure(up: Stand, target: Target, measure: Measure, number: int, times: Times) -> Sample:
-    cpu_before_s = cpu_s(target.pids)
-    outcome = up.measure(target, measure.task(target, times))
-    taken_s = cpu_s(target.pids) - cpu_before_s
+    with _CpuMeter(target, times) as meter:
+        outcome = up.measure(target, measure.task(target, times))
+    taken_s = meter.taken_s
     return Sample(target.name, number, measure.figure, measure.value(outcome), outcome.completed, taken_s, outcome)
+
+
+class _CpuMeter:
+    """Reads the processor time of processes when the load's measured time begins, and when it ends."""
+
+    def __init__(self, target: Target, times: Times) -> None:
+        self._target = target
+        self._times = times
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self.taken_s = 0.0
+
+    def __enter__(self) -> _CpuMeter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._thread.join()
+
+    def _read(self) -> None:
+        time.sleep(self._times.warmup_s)
+        before_s = self._target.cpu_s
+        time.sleep(self._times.duration_s)
+        self.taken_s = self._target.cpu_s - before_s
 
 
 def _notes(samples: Sequence[Sample]) -> list[str]:
@@ -239,7 +293,8 @@ def _without_samples(outcome: LoadOutcome) -> dict[str, Any]:
 
 
 def _table(names: Sequence[str], figures: Mapping[str, float]) -> list[list[str]]:
-    rows = [*[measure.figure for measure in MEASURES], "rss_mb", "errors"]
+    rows = [name for measure in MEASURES for name in (measure.figure, measure.per_cpu) if name]
+    rows += ["rss_mb", "errors"]
     shown = [row for row in rows if any(f"{name}_{row}" in figures for name in names)]
     cells = [[figure, *[_cell(figures, f"{name}_{figure}") for name in names]] for figure in shown]
     return [["", *names], *cells]

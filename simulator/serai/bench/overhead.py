@@ -16,7 +16,7 @@ from typing import Any
 
 from serai.bench.load import LoadOutcome, LoadTask
 from serai.bench.percentiles import median_of, percentile
-from serai.bench.processes import BenchFailed, rss_mb
+from serai.bench.processes import BenchFailed
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.bench.stand import CHAT_PATH, ENGINE_FLAGS, Stand, Target, chat_body, stand
 from serai.bench.targets import add_target_arguments, check_target_arguments, chosen_targets, end_on_sigterm
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with stand(names, keep_awake_cores=cores) as up:
             samples = _measure_all(up, rounds, durations_s)
-            memory_mb = {f"{target.name}_rss_mb": rss_mb(target.pids) for target in up.targets}
+            memory_mb = {f"{target.name}_rss_mb": target.rss_mb for target in up.targets}
             hop_figures = _trace(up, _TRACED_QUICK_S if quick else _TRACED_S) if "serai" in names else {}
             names = [target.name for target in up.targets]
             notes = [*up.notes, *_notes(samples)]

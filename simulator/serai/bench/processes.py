@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -129,10 +129,11 @@ def last_lines(logs: Iterable[Path]) -> str:
     return "\n".join(parts)
 
 
-def rss_mb(pids: Iterable[int]) -> float:
-    """Resident memory of processes and all their descendants, in MB (10⁶ bytes). Those that are gone count nothing."""
+def rss_mb(pids: Iterable[int], without: Collection[int] = ()) -> float:
+    """Resident memory of processes and all their descendants, in MB (10⁶ bytes), but not of `without` and theirs. Those
+    that are gone count nothing."""
     total_kb = 0
-    for pid in _with_descendants(pids):
+    for pid in _with_descendants(pids, without):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/status").read_text().splitlines():
                 if line.startswith("VmRSS:"):
@@ -140,17 +141,18 @@ def rss_mb(pids: Iterable[int]) -> float:
     return total_kb * 1024 / 1e6
 
 
-def cpu_s(pids: Iterable[int]) -> float:
-    """Processor time that processes and all their descendants have taken so far, in seconds."""
+def cpu_s(pids: Iterable[int], without: Collection[int] = ()) -> float:
+    """Processor time that processes and all their descendants have taken so far, in seconds, but not `without` and
+    theirs."""
     ticks = 0
-    for pid in _with_descendants(pids):
+    for pid in _with_descendants(pids, without):
         fields = _stat_fields(pid)
         if fields:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _with_descendants(pids: Iterable[int]) -> set[int]:
+def _with_descendants(pids: Iterable[int], without: Collection[int]) -> set[int]:
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -161,7 +163,7 @@ def _with_descendants(pids: Iterable[int]) -> set[int]:
     todo = list(pids)
     while todo:
         pid = todo.pop()
-        if pid not in found:
+        if pid not in found and pid not in without:
             found.add(pid)
             todo.extend(parents.get(pid, ()))
     return found

@@ -22,7 +22,7 @@ from typing import Any
 
 from serai.bench.load import LoadOutcome, LoadTask
 from serai.bench.peers import HOST, Peer, find_peers
-from serai.bench.processes import BenchFailed, Processes, last_lines
+from serai.bench.processes import BenchFailed, Processes, cpu_s, last_lines, rss_mb
 from serai.bench.report import say
 from serai.worker_agent.engine.process import free_port
 
@@ -39,13 +39,25 @@ _KEEP_AWAKE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that answers `/v1/chat/completions`. `pids`: the gateway's processes, engines not among them."""
+    """Something that answers `/v1/chat/completions`."""
 
     name: str
     port: int
     engine_port: int
     headers: Mapping[str, str] = field(default_factory=dict)
     pids: tuple[int, ...] = ()
+    """The gateway's processes; what they have started belongs to it, but for engines."""
+    engine_pids: tuple[int, ...] = ()
+
+    @property
+    def rss_mb(self) -> float:
+        """Resident memory of the gateway now."""
+        return rss_mb(self.pids, self.engine_pids)
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the gateway so far, in seconds."""
+        return cpu_s(self.pids, self.engine_pids)
 
 
 def chat_body(*, tokens: int, stream: bool = False) -> dict[str, Any]:
@@ -88,8 +100,9 @@ class LoadGenerator:
 class Stand:
     """What is up, ready to be measured."""
 
-    def __init__(self, processes: Processes, work: Path, free_timeout_s: float) -> None:
+    def __init__(self, processes: Processes, work: Path, free_timeout_s: float, serai_workers: Sequence[int]) -> None:
         self._processes = processes
+        self._serai_workers = serai_workers
         self.work = work
         self._free_timeout_s = free_timeout_s
         self.notes: list[str] = []
@@ -103,10 +116,12 @@ class Stand:
             port = self._start_engine("direct")
             self.targets.append(Target("direct", port, port))
         if "serai" in names:
-            self.targets.append(self.start_serai("serai"))
+            for workers in self._serai_workers:
+                self.targets.append(self.start_serai(serai_name(workers), workers=workers))
         for begun in starting:
             self._await_peer(*begun)
-        missing = [name for name in names if name not in {target.name for target in self.targets}]
+        there = {target.name for target in self.targets} | {"serai"}
+        missing = [name for name in names if name not in there]
         if missing:
             self.notes.append(f"did not take part: {', '.join(missing)}")
 
@@ -115,22 +130,28 @@ class Stand:
         for core in range(cores):
             self._processes.start(f"awake-{core}", [sys.executable, "-c", _KEEP_AWAKE])
 
-    def start_serai(self, name: str, environment: Mapping[str, str] | None = None) -> Target:
-        """Start a whole Serai with one agent and one emulated engine. Raises BenchFailed."""
+    def start_serai(self, name: str, environment: Mapping[str, str] | None = None, *, workers: int = 1) -> Target:
+        """Start a whole Serai with one agent and one emulated engine, its ingress in so many processes. Raises
+        BenchFailed."""
         port, ready_file = free_port(), self.work / f"{name}.json"
         command = [
             sys.executable, "-m", "serai.cli.main", "up", "--emulated", "--agents", "1", "--model", MODEL,
             "--port", str(port), "--state", str(self.work / f"{name}-state"), "--ready-file", str(ready_file),
             f"--engine-args={' '.join(ENGINE_FLAGS)}",
         ]  # fmt: skip
+        environment = {**(environment or {}), "SERAI_WORKERS": str(workers)}
         child = self._processes.start(name, command, environment=environment, stop_s=30)
         self._processes.wait_until(name, child, ready_file.exists, _START_TIMEOUT_S)
+        log = self.work / f"{name}-state" / "logs" / "ingress.log"
+        are_ready = lambda: log.read_text().count("ingress.ready") >= workers  # noqa: E731
+        self._processes.wait_until(name, child, are_ready, _START_TIMEOUT_S)
         ready = json.loads(ready_file.read_text())
         pids: dict[str, int] = ready["pids"]
         self._processes.also_end(pids.values())
         gateway = tuple(pid for role, pid in pids.items() if not role.startswith("engine"))
         engine_port = _port_in_command_line(pids["engine-0"])
-        return Target("serai", port, engine_port, {"Authorization": f"Bearer {ready['key']}"}, gateway)
+        headers = {"Authorization": f"Bearer {ready['key']}"}
+        return Target(name, port, engine_port, headers, gateway, (pids["engine-0"],))
 
     def stop(self, name: str) -> None:
         """Stop one process before the end."""
@@ -184,14 +205,25 @@ class Stand:
 
 
 @contextmanager
-def stand(names: Iterable[str], *, keep_awake_cores: int = 0, free_timeout_s: float = 10.0) -> Iterator[Stand]:
+def stand(
+    names: Iterable[str],
+    *,
+    keep_awake_cores: int = 0,
+    free_timeout_s: float = 10.0,
+    serai_workers: Sequence[int] = (1,),
+) -> Iterator[Stand]:
     """A stand with the targets of these names. Raises BenchFailed when the engine or Serai does not start."""
     with TemporaryDirectory(prefix="serai-bench-") as work, Processes(Path(work)) as processes:
-        made = Stand(processes, Path(work), free_timeout_s)
+        made = Stand(processes, Path(work), free_timeout_s, serai_workers)
         made.keep_awake(keep_awake_cores)
         made.add(list(names))
         say(f"ready: {', '.join(target.name for target in made.targets)}")
         yield made
+
+
+def serai_name(workers: int) -> str:
+    """The name of a Serai whose ingress has so many processes, as in figures."""
+    return "serai" if workers == 1 else f"serai_w{workers}"
 
 
 def get(port: int, path: str) -> bytes:
