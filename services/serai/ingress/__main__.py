@@ -27,10 +27,10 @@ from serai.ingress.access import Access, BadKeysFile
 from serai.ingress.configuration_file import BadConfiguration, Configured
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
-from serai.ingress.worker_place import WorkerPlace
-from serai.ingress.workers import Plan, hand_over, place_of
 from serai.ingress.usage_sender import UsageSender
 from serai.ingress.usage_spool import spool_in
+from serai.ingress.worker_place import WorkerPlace
+from serai.ingress.workers import Plan, hand_over, place_of
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.reconnect_curve import SPAN_FEW_S
 from serai.runtime.service import run_service, watch_bus

@@ -13,13 +13,13 @@ import structlog
 from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, decode_lines, encode
-from serai.contracts.subjects import USAGE_CONSUMER, USAGE_SPENT
+from serai.contracts.subjects import USAGE_CONSUMER, USAGE_SPENT, USAGE_STREAM
 from serai.contracts.usage import SpentAnswer, SpentRequest, UsageRecord
 from serai.ledger.settings import LedgerSettings
 from serai.ledger.sql_store import SqlStore, StoreError
 from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.metrics import Counts
-from serai.runtime.nats_stream import NatsStream, StreamLimits
+from serai.runtime.nats_stream import NatsStream, PullConsumer, StreamLimits
 from serai.runtime.service import ServiceFailure
 
 T = TypeVar("T")
@@ -31,7 +31,6 @@ KEPT_AT = Gauge("serai_ledger_last_kept_timestamp_seconds", "When records were l
 
 MESSAGES_AT_ONCE = 32
 """Committed together. A message has 256 KiB at most."""
-WAIT_S = 1.0
 BACK_OFF_S, BACK_OFF_MAX_S = 0.25, 10.0
 QUESTIONS_WAITING_MAX = 256
 SCOPES_MAX = 1_000
@@ -46,6 +45,7 @@ class Ledger:
         self._settings = settings
         self._bus = bus
         self._stream = stream
+        self._consumer = PullConsumer(bus, USAGE_STREAM, USAGE_CONSUMER, MESSAGES_AT_ONCE)
         self._store = store
         self._thread = ThreadPoolExecutor(1, "sql")
         self._questions = asyncio.Queue[tuple[SpentRequest, str]](QUESTIONS_WAITING_MAX)
@@ -55,7 +55,10 @@ class Ledger:
             await self._in_thread(self._store.open)
         except StoreError as error:
             raise ServiceFailure(f"{error}; is --ledger right?", exit_code=2) from error
-        subscription = await self._bus.subscribe(USAGE_SPENT.of_site(self._settings.site), self.on_spent)
+        subscriptions = [
+            await self._consumer.start(),
+            await self._bus.subscribe(USAGE_SPENT.of_site(self._settings.site), self.on_spent),
+        ]
         await self._bus.barrier()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -64,7 +67,8 @@ class Ledger:
                 await stop.wait()
                 for task in working:
                     task.cancel()
-            await subscription.unsubscribe()
+            for subscription in subscriptions:
+                await subscription.unsubscribe()
         finally:
             await self._in_thread(self._store.close)
             self._thread.shutdown()
@@ -80,23 +84,13 @@ class Ledger:
                 await self._stream.make(USAGE_CONSUMER, limits)
                 log.info("ledger.ready", site=self._settings.site)
                 while True:
-                    await self._keep(await self._take())
+                    await self._keep(await self._consumer.take())
                     back_off_s = BACK_OFF_S
             except (BusError, StoreError) as error:
                 if back_off_s <= BACK_OFF_S * 2:
                     log.warning("ledger.waiting", error=str(error))
                 await asyncio.sleep(back_off_s * random.uniform(0.5, 1.0))
                 back_off_s = min(BACK_OFF_MAX_S, back_off_s * 2)
-
-    async def _take(self) -> list[Message]:
-        """Waits for one message; takes those that are there beside it."""
-        first = await self._stream.take(USAGE_CONSUMER, WAIT_S)
-        if first is None:
-            return []
-        more = (self._stream.take(USAGE_CONSUMER, 0) for _ in range(MESSAGES_AT_ONCE - 1))
-        others = await asyncio.gather(*more, return_exceptions=True)
-        # What a failed one had been given comes again.
-        return [first, *(one for one in others if isinstance(one, Message))]
 
     async def _keep(self, messages: Sequence[Message]) -> None:
         """Commits what they hold, then acknowledges them. Killed in between, it gets them again, and knows them."""

@@ -7,14 +7,20 @@ it takes no more, so that nothing is thrown away that nobody has had.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from serai.runtime.bus import BusError, Message, NoResponders
+from serai.runtime.bus import Bus, BusError, Message, NoResponders, Subscription
 
 TIMEOUT_S = 5.0
+PULL_S = 2.0
+"""So long a question for messages waits at the server. When NATS was away, the next one comes so much later at most."""
+_SPARE_S = 1.0
 _NO_STREAM, _NO_CONSUMER = 10059, 10014
 _DUPLICATES_S = 120
 
@@ -77,15 +83,6 @@ class NatsStream:
             asked = {"stream_name": self._name, "config": configuration}
             await self._ask(f"CONSUMER.DURABLE.CREATE.{self._name}.{consumer}", asked)
 
-    async def take(self, consumer: str, wait_s: float) -> Message | None:
-        """The next message, to be acknowledged by an empty message to its `reply`; None when none comes in `wait_s`
-        seconds (0: when none is there). Raises BusError."""
-        asked: dict[str, Any] = {"batch": 1}
-        asked |= {"expires": round(wait_s * 1e9)} if wait_s else {"no_wait": True}
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._name}.{consumer}"
-        message = await self._request(subject, json.dumps(asked).encode(), wait_s + self._timeout_s)
-        return message if message.reply else None  # Without: the server's word that there is none.
-
     def _configuration(self, limits: StreamLimits) -> dict[str, Any]:
         return {
             "name": self._name,
@@ -104,7 +101,8 @@ class NatsStream:
             answer = await self._request(f"$JS.API.{what}", json.dumps(body).encode(), self._timeout_s)
         except NoResponders as error:
             raise BusError("the NATS server has JetStream off for this user's account") from error
-        return self._read(answer.data, absent)
+        found: dict[str, Any] | None = self._read(answer.data, absent)
+        return found
 
     def _read(self, answer: bytes, absent: int = 0) -> Any:
         try:
@@ -118,3 +116,54 @@ class NatsStream:
         if absent and code == absent:
             return None
         raise BusError(f"stream {self._name}: {problem.get('description')} (JetStream error {code})")
+
+
+class PullConsumer:
+    """Takes messages through a durable consumer, a few at a time. `start` first."""
+
+    def __init__(self, bus: Bus, stream: str, name: str, batch: int) -> None:
+        self._bus = bus
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
+        self._inbox = f"{bus.inbox_prefix}.pull"
+        self._asked = json.dumps({"batch": batch, "expires": round(PULL_S * 1e9)}).encode()
+        self._batch = batch
+        self._came: deque[Message] = deque()
+        self._news = asyncio.Event()
+        self._owed = 0
+        self._owed_until_s = 0.0
+        self._gone = False
+
+    async def start(self) -> Subscription:
+        """Subscribes to the inbox; the caller puts a barrier behind it."""
+        return await self._bus.subscribe(self._inbox, self.on_message)
+
+    def on_message(self, message: Message) -> None:
+        """What was asked for; or, without a reply subject, the server's word that this is all."""
+        if message.reply:
+            self._came.append(message)
+            self._owed -= 1
+        else:
+            self._owed = 0
+            self._gone |= message.no_responders
+        self._news.set()
+
+    async def take(self) -> list[Message]:
+        """Those that are there, else the first to come; none after a few seconds. Each is to be acknowledged by `+ACK`
+        to its `reply`. Raises BusError."""
+        now = time.monotonic()
+        if not self._came and (self._owed <= 0 or now > self._owed_until_s):
+            self._owed, self._owed_until_s = self._batch, now + PULL_S + _SPARE_S
+            self._bus.publish(self._next, self._asked, self._inbox)
+        if not self._came:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(PULL_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+        if self._gone:
+            self._gone = False
+            raise NoResponders("the consumer of the stream has gone")
+        taken = list(self._came)
+        self._came.clear()
+        return taken
