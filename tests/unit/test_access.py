@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from serai.cli import main as cli
-from serai.ingress.access import Access, BadKeysFile, StoredKey, hashed, new_key, read_keys, write_keys
+from serai.ingress import access as access_module
+from serai.ingress.access import (
+    Access,
+    BadKeysFile,
+    StoredKey,
+    hashed,
+    new_key,
+    providers_of,
+    read_keys,
+    write_keys,
+)
 from serai.ingress.caller import ANONYMOUS, Caller
+from serai.ingress.configuration import Configuration, Project
+from serai.ingress.limits import Limits
 from serai.ingress.openai_format import ApiError
+from serai.ingress.requirements import Providers
 
 
 @pytest.fixture
@@ -143,6 +161,12 @@ def test_a_missing_file_is_named(keys_file: Path) -> None:
         Access(keys_file)
 
 
+def names(capsys: pytest.CaptureFixture[str], file: str) -> list[str]:
+    code, shown, complaint = serai(capsys, "keys", "list", file)
+    assert (code, complaint) == (0, "")
+    return [line.split()[0] for line in shown.splitlines()[1:]]
+
+
 def test_keys_are_added_listed_and_removed_by_command(capsys: pytest.CaptureFixture[str], keys_file: Path) -> None:
     file = f"--keys-file={keys_file}"
     code, shown, _ = serai(capsys, "keys", "add", "alice", file)
@@ -151,9 +175,9 @@ def test_keys_are_added_listed_and_removed_by_command(capsys: pytest.CaptureFixt
     assert serai(capsys, "keys", "add", "bob", file)[0] == 0
     assert found(Access(keys_file), f"Bearer {key}") == holder("alice")
     assert key not in keys_file.read_text()
-    assert serai(capsys, "keys", "list", file) == (0, "alice\nbob\n", "")
+    assert names(capsys, file) == ["alice", "bob"]
     assert serai(capsys, "keys", "remove", "alice", file)[0] == 0
-    assert serai(capsys, "keys", "list", file) == (0, "bob\n", "")
+    assert names(capsys, file) == ["bob"]
     assert found(Access(keys_file), f"Bearer {key}") == UNKNOWN
 
 
@@ -179,3 +203,191 @@ def test_a_command_never_overwrites_a_file_it_cannot_read(
     code, _, complaint = serai(capsys, "keys", *command, f"--keys-file={keys_file}")
     assert (code, complaint.count("\n")) == (2, 1)
     assert keys_file.read_text() == "somebody else's file"
+
+
+# -- what a key may ---------------------------------------------------------------------------------------------------
+
+PHYSICS = Project(
+    limits=Limits(requests_per_minute=5),
+    weight=2.0,
+    priority="normal",
+    models=("llama-*", "qwen"),
+    providers=Providers(frozenset({"alps", "jsc"}), frozenset({"cloud"})),
+    may_opt_out=True,
+)
+
+
+def access_of(keys_file: Path, **fields: Any) -> tuple[Access, str]:
+    """Of one key in the project `physics`."""
+    key = new_key()
+    write_keys(keys_file, [StoredKey("alice", hashed(key), **({"project": "physics"} | fields))])
+    access = Access(keys_file)
+    access.apply(Configuration(projects={"default": Project(), "physics": PHYSICS}))
+    return access, f"Bearer {key}"
+
+
+def caller_of_key(keys_file: Path, **fields: Any) -> Caller:
+    access, header = access_of(keys_file, **fields)
+    caller = found(access, header)
+    assert isinstance(caller, Caller)
+    assert access.known(header) == caller
+    return caller
+
+
+def test_a_holder_may_what_both_key_and_project_may(keys_file: Path) -> None:
+    caller = caller_of_key(keys_file, models=("*-70b",), providers=("alps", "cscs", "-jsc"), priority="interactive")
+    assert caller == Caller(
+        name="alice",
+        project="physics",
+        models=(("*-70b",), ("llama-*", "qwen")),
+        providers=Providers(frozenset({"alps"}), frozenset({"cloud", "jsc"})),
+        priority="normal",
+        weight=2.0,
+        scopes=("key:alice", "project:physics"),
+        may_opt_out=True,
+    )
+    assert [model for model in ("llama-70b", "llama-8b", "qwen", "qwen-70b") if caller.may_use(model)] == ["llama-70b"]
+
+
+def test_a_key_without_lists_has_those_of_its_project(keys_file: Path) -> None:
+    caller = caller_of_key(keys_file)
+    assert (caller.models, caller.providers) == ((PHYSICS.models,), PHYSICS.providers)
+    assert not caller_of_key(keys_file, models=()).may_use("qwen")
+
+
+@pytest.mark.parametrize(("own", "holds"), [(None, "normal"), ("interactive", "normal"), ("batch", "batch")])
+def test_the_lower_of_two_priorities_holds(keys_file: Path, own: str | None, holds: str) -> None:
+    assert caller_of_key(keys_file, priority=own).priority == holds
+
+
+def test_who_may_use_an_alias_may_use_its_models_by_that_name_only() -> None:
+    caller = Caller("a", models=(("gpt-4o",),))
+    assert caller.may_use("llama-70b", "gpt-4o")
+    assert not caller.may_use("llama-70b")
+    assert not caller.may_use("llama-70b", "gpt-5")
+
+
+def test_limits_of_keys_are_told_by_name(keys_file: Path) -> None:
+    access, _ = access_of(keys_file, requests_per_minute=1, budget_micros=5)
+    assert access.limits() == {"alice": Limits(requests_per_minute=1, budget_micros=5)}
+    assert access_of(keys_file)[0].limits() == {}
+
+
+def test_a_key_is_taken_until_it_expires_and_then_told_since_when(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = datetime(2027, 1, 31, tzinfo=UTC)
+    access, header = access_of(keys_file, expires=over)
+    now = [over.timestamp() - 1]
+    monkeypatch.setattr(access_module, "time", SimpleNamespace(time=lambda: now[0]))
+    assert isinstance(found(access, header), Caller)
+    now[0] += 1
+    assert access.known(header) is None
+    with pytest.raises(ApiError, match=r"The API key `alice` expired on 2027-01-31 at 00:00 UTC\.") as refused:
+        asyncio.run(access.caller(header))
+    assert (refused.value.status, refused.value.code) == (401, "expired_api_key")
+
+
+def test_a_key_of_an_unknown_project_is_refused_until_the_project_is_there(keys_file: Path) -> None:
+    access, header = access_of(keys_file, project="chemistry")
+    assert found(access, header) == "unknown_project"
+    assert [key.name for key in access.strays()] == ["alice"]
+    access.apply(Configuration(projects={"default": Project(), "chemistry": Project()}))
+    assert isinstance(found(access, header), Caller)
+    assert access.strays() == []
+    access.apply(Configuration())
+    assert found(access, header) == "unknown_project"
+
+
+def test_a_changed_project_holds_for_keys_that_were_known(keys_file: Path) -> None:
+    access, header = access_of(keys_file)
+    assert isinstance(found(access, header), Caller)
+    access.apply(Configuration(projects={"physics": Project(models=("m",))}))
+    caller = found(access, header)
+    assert isinstance(caller, Caller)
+    assert caller.models == (("m",),)
+
+
+def test_what_is_known_is_kept_within_bounds(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_module, "KNOWN_MAX", 2)
+    keys = [new_key() for _ in range(4)]
+    write_keys(keys_file, [StoredKey(str(n), hashed(key)) for n, key in enumerate(keys)])
+    access = Access(keys_file)
+    for key in keys:
+        assert isinstance(found(access, f"Bearer {key}"), Caller)
+    assert [access.known(f"Bearer {key}") is not None for key in keys] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ('"expirs": "2027-01-31T00:00:00Z"', "unknown field `expirs`"),
+        ('"expires": "2027-01-31T00:00:00"', "`expires` of 'a' has no time zone"),
+        ('"priority": "high"', "`priority` of 'a' is 'high'; it must be one of interactive, normal, batch"),
+        ('"providers": ["a b!"]', "`providers` of 'a' are wrong"),
+        ('"models": "llama"', "Expected `array"),
+    ],
+)
+def test_a_key_with_a_field_that_is_wrong_is_not_taken_without_it(keys_file: Path, field: str, said: str) -> None:
+    keys_file.write_text(f'[{{"name": "a", "sha256": "{"0" * 64}", {field}}}]')
+    keys_file.chmod(0o600)
+    with pytest.raises(BadKeysFile, match=re.escape(said)):
+        Access(keys_file)
+
+
+def test_a_file_of_keys_that_everyone_may_change_is_not_read(keys_file: Path) -> None:
+    write_keys(keys_file, [])
+    keys_file.chmod(0o666)
+    with pytest.raises(BadKeysFile, match=r"can be changed by everyone on this machine; run `chmod o-w"):
+        Access(keys_file)
+
+
+def test_what_a_key_may_is_said_when_it_is_made_and_shown_in_the_list(
+    capsys: pytest.CaptureFixture[str], keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERAI_KEYS_FILE", str(keys_file))
+    before = datetime.now(UTC)
+    limits = ("--rpm", "60", "--tpm", "2000", "--concurrent", "8", "--budget", "12.5", "--priority", "batch")
+    words = ("--project", "physics", "--models", "llama-*", "qwen", "--providers=alps,-cloud", "--expires", "30d")
+    code, secret, _ = serai(capsys, "keys", "add", "alice", *words, *limits)
+    assert code == 0
+    (key,) = read_keys(keys_file)
+    assert key.expires is not None
+    assert timedelta(days=30) - timedelta(seconds=1) <= key.expires - before <= timedelta(days=30, minutes=1)
+    assert key.limits == Limits(60, 2000, 8, 12_500_000)
+    assert (key.project, key.models, key.priority) == ("physics", ("llama-*", "qwen"), "batch")
+    assert providers_of(key) == Providers(frozenset({"alps"}), frozenset({"cloud"}))
+    _, table, _ = serai(capsys, "keys", "list")
+    assert table.splitlines()[1].split() == [
+        *["alice", "physics", "llama-*,qwen", "alps,-cloud"],
+        *f"{key.expires:%Y-%m-%d %H:%M}Z".split(),
+        *["rpm=60", "tpm=2000", "concurrent=8", "budget=12.5", "priority=batch"],
+    ]
+    _, shown, _ = serai(capsys, "keys", "list", "--json")
+    for text in (table, shown):
+        assert secret.strip() not in text
+        assert key.sha256 not in text
+    assert json.loads(shown)[0]["models"] == ["llama-*", "qwen"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--expires", "soon"),
+        ("--expires", "2020-01-01"),
+        ("--rpm", "-1"),
+        ("--budget", "1e3"),
+        ("--priority", "high"),
+        ("--providers", "a b!"),
+    ],
+)
+def test_a_key_with_a_wrong_limit_is_not_made(
+    capsys: pytest.CaptureFixture[str], keys_file: Path, words: tuple[str, ...]
+) -> None:
+    try:
+        code = cli.main(("keys", "add", "alice", f"--keys-file={keys_file}", *words))
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 2
+    assert words[0] in capsys.readouterr().err
+    assert not keys_file.exists()

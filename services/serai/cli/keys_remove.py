@@ -6,12 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from serai.cli.keys_file_flag import add_keys_file
 from serai.ingress.access import BadKeysFile, read_keys, write_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name")
-    parser.add_argument("--keys-file", type=Path, required=True)
+    add_keys_file(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

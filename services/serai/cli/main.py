@@ -40,8 +40,12 @@ COMMANDS: Tree = {
     "health": Command("serai.cli.health", "say whether the registry answers and how many models serve"),
     "keys": {
         "add": Command("serai.cli.keys_add", "make an API key; it is shown once"),
-        "list": Command("serai.cli.keys_list", "list the names of API keys"),
+        "list": Command("serai.cli.keys_list", "list API keys: whose they are, what they may do, until when"),
         "remove": Command("serai.cli.keys_remove", "remove an API key"),
+    },
+    "config": {
+        "check": Command("serai.cli.config_check", "say whether an ingress would start with a configuration file"),
+        "show": Command("serai.cli.config_show", "show the settings that an ingress would start with, and where from"),
     },
     "engine": {
         "llamacpp": Command("serai.worker_agent.engine.llamacpp_server", "serve a GGUF file with llama.cpp"),

@@ -68,11 +68,15 @@ def hashed(key: str) -> str:
 def read_keys(path: Path) -> list[StoredKey]:
     """Raises BadKeysFile."""
     try:
-        keys = msgspec.json.decode(path.read_bytes(), type=list[StoredKey])
+        with path.open("rb") as file:
+            others_may_write = bool(os.fstat(file.fileno()).st_mode & 0o002)
+            keys = msgspec.json.decode(file.read(), type=list[StoredKey])
     except OSError as error:
         raise BadKeysFile(f"cannot read the keys file {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise BadKeysFile(f"{path} is not a keys file: {error}; make one with `serai keys add`") from error
+    if others_may_write:
+        raise BadKeysFile(f"{path} can be changed by everyone on this machine; run `chmod o-w {path}`")
     for key in keys:
         if problem := _problem(key):
             raise BadKeysFile(f"{path}: the {problem}")

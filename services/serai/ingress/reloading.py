@@ -50,28 +50,36 @@ class Reloading:
             except TimeoutError:
                 pass
             self._wanted.clear()
-            self.look()
+            await self.look()
 
-    def look(self) -> None:
+    async def look(self) -> None:
         """Takes over what has changed."""
-        keys = self._read("keys", self._access.refresh)
-        configuration = self._read("configuration", self._configured.refresh)
+        # In a thread: a long file takes longer than a token may be late.
+        configuration = self._taken("configuration", await asyncio.to_thread(_read, self._configured.refresh))
+        keys = self._taken("keys", _read(self._access.refresh))
         if configuration and (waiting := self._configured.needs_restart()):
             log.warning("configuration.needs_restart", settings=waiting, effect="they stay as they are until then")
         if keys or configuration:
             self._apply(self._configured.configuration)
 
-    def _read(self, file: str, refresh: Callable[[], bool]) -> bool:
-        try:
-            changed = refresh()
-        except (BadKeysFile, BadConfiguration) as error:
-            if self._wrong.get(file) != str(error):
-                log.error(f"{file}.wrong", error=str(error), effect="what was read before holds")
-            self._wrong[file] = str(error)
+    def _taken(self, file: str, found: bool | str) -> bool:
+        """Whether it has changed; a fault is told once."""
+        if isinstance(found, str):
+            if self._wrong.get(file) != found:
+                log.error(f"{file}.wrong", error=found, effect="what was read before holds")
+            self._wrong[file] = found
             metrics.CONFIGURATION_VALID.labels(file).set(0)
             return False
-        if changed:
+        if found:
             log.info(f"{file}.read")
             self._wrong.pop(file, None)
             metrics.CONFIGURATION_VALID.labels(file).set(1)
-        return changed
+        return found
+
+
+def _read(refresh: Callable[[], bool]) -> bool | str:
+    """Whether the file has changed; or what is wrong with it."""
+    try:
+        return refresh()
+    except (BadKeysFile, BadConfiguration) as error:
+        return str(error)

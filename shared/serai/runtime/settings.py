@@ -143,7 +143,7 @@ def _convert(one: Given, kind: Any) -> Any:
 def _wanted(kind: Any) -> str:
     if kind in (Path, Path | None):
         return "path"
-    return getattr(kind, "__name__", str(kind))
+    return str(getattr(kind, "__name__", kind)).removesuffix(" | None")
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:

@@ -11,13 +11,20 @@ class NotYaml(Exception):
     """The text is no YAML, or has a key twice; one line that says where."""
 
 
-class _StrictLoader(yaml.SafeLoader):
+# The one in C where it is there: ten times faster.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _StrictLoader(_SafeLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+        keys: list[Any] = []
+        for part, _ in node.value:
+            key = self.construct_object(part, deep=True)
+            if key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", part.start_mark)
+            keys.append(key)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 def load(text: str) -> Any:
@@ -25,7 +32,8 @@ def load(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise NotYaml(" ".join(str(error).split())) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        raise NotYaml(" ".join((f"line {mark.line + 1}: {problem}" if mark else str(error)).split())) from error
     except (RecursionError, ValueError) as error:  # Nested too deeply; a date like 2026-99-99.
         raise NotYaml(str(error)) from error
 
@@ -50,5 +58,5 @@ def lines(text: str) -> dict[str, int]:
                 found[inner] = value.start_mark.line + 1
                 walk(value, inner)
 
-    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    walk(yaml.compose(text, Loader=_SafeLoader), "")
     return found
