@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import httpx2
 import pytest
 
 from serai.cli.embedded_nats import EmbeddedNats, server_binary
+from serai.ingress.access import StoredKey, hashed, new_key, write_keys
 from serai.worker_agent.engine.process import free_port
 
 START_TIMEOUT_S = 30.0
@@ -142,6 +144,22 @@ class System:
                 process.popen.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.popen.wait()
+
+
+@contextmanager
+def private_system(folder: Path) -> Iterator[System]:
+    """A private nats-server with an API key made, and nothing else yet."""
+    port = free_port()
+    nats = EmbeddedNats(folder / "nats")
+    nats.prepare(port)
+    key = new_key()
+    write_keys(folder / "keys.json", [StoredKey("test", hashed(key))])
+    made = System(folder, port, nats, key)
+    made.start_nats()
+    try:
+        yield made
+    finally:
+        made.stop()
 
 
 def port_answers(port: int) -> bool:

@@ -21,7 +21,7 @@ from serai.bench.stand import CHAT_PATH, MODEL
 from serai.worker_agent.engine.process import free_port
 
 START_S = 90.0
-_STEADY_GAP_MAX_S = 3.0
+_STEADY_GAP_MAX_S = 5.0
 """A silence of the stream beside that is longer counts as harm: the machine is small and busy."""
 _STEADY_FIRST_WORDS = 2
 _EVIDENCE_MAX = 4
