@@ -234,6 +234,7 @@ class Turn:
         turns = self._turns
         if turns is None or turns.queue.capacity is None:
             return False
+        turns.look_now(time.monotonic())  # Before its place is given to the next one, who would find it as full.
         self._leave(0, 0, served=False)
         self._call.tries_of_earlier_turns = len(self._call.tried)
         await self._wait(time.monotonic())

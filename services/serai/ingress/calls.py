@@ -7,7 +7,9 @@ import itertools
 import re
 import secrets
 import time
+from collections import ChainMap
 from contextlib import ExitStack
+from dataclasses import replace
 
 import structlog
 from opentelemetry.trace import SpanKind
@@ -101,7 +103,7 @@ class Calls:
             self._accounting.unreadable(request.headers, endpoint, caller, error, time.time_ns())
             raise
         named = request_id_headers(endpoint.dialect, call.request_id)
-        line = Line(request, endpoint.dialect, _STREAM_HEADERS | named, call.started_s)
+        line = Line(request, endpoint.dialect, ChainMap(call.answer_headers, named, _STREAM_HEADERS), call.started_s)
         status = CLIENT_CLOSED_REQUEST
         try:
             status = await self._admit_and_try(line, call)
@@ -159,6 +161,8 @@ class Calls:
         to_engine["x-request-id"] = request_id
         targets = read_targets(headers, self._settings.request_timeout_s, caller.priority)
         wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s)
+        if targets.ttft_s is not None or targets.tpot_s is not None:
+            wish = replace(wish, ask=replace(wish.ask, slo_ttft_s=targets.ttft_s, slo_tpot_s=targets.tpot_s))
         call = Call(
             request_id=request_id,
             endpoint=endpoint,

@@ -83,7 +83,15 @@ class ModelTurns:
         """Before a request comes: what the sessions can take, if that may have changed."""
         since_s = now - self._looked_at_s
         if since_s > LOOK_EVERY_S or (self._changes() != self._changes_seen and since_s > LOOK_APART_S):
-            self._look(now)
+            self.look_now(now)
+
+    def look_now(self, now: float) -> None:
+        """What the sessions can take; something has been learned of it."""
+        self._looked_at_s = now
+        self._changes_seen = self._changes()
+        capacity = self._capacity(self.model, now)
+        if capacity != self.queue.capacity:
+            self._obey(self.queue.handle(Capacity(capacity), now))
 
     @property
     def is_gap(self) -> bool:
@@ -128,13 +136,6 @@ class ModelTurns:
         return not self._waiting and not self.queue.running
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _look(self, now: float) -> None:
-        self._looked_at_s = now
-        self._changes_seen = self._changes()
-        capacity = self._capacity(self.model, now)
-        if capacity != self.queue.capacity:
-            self._obey(self.queue.handle(Capacity(capacity), now))
 
     def _handle(self, event: Event) -> None:
         now = time.monotonic()
