@@ -302,3 +302,57 @@ def test_idle_and_stuck_connections_are_closed() -> None:
         assert not server.connections
 
     serve(talk)
+
+
+def test_draining_lets_each_connection_have_the_answer_it_waits_for_and_closes_the_idle_ones() -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: HttpRequest) -> None:
+        if request.body == b"slow":
+            stream = request.start(200, {}, b"begun")
+            await gate.wait()
+            stream.end(b" ended")
+        else:
+            await echo(request)
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        kept, idle = await connected(server), await connected(server)
+        for one in (kept, idle):
+            one[1].write(post(b"1"))
+            assert "connection" not in (await answer(one[0]))[1]
+        writer.write(post(b"slow"))
+        await reader.readuntil(b"begun")
+        port = server._servers[0].sockets[0].getsockname()[1]
+        draining = asyncio.ensure_future(server.drain(20))
+        await asyncio.sleep(0)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        kept[1].write(post(b"2"))  # One more answer, which says that it is the last.
+        status, headers, body = await answer(kept[0])
+        assert (status, headers["connection"], body) == (200, "close", b"POST /x  2")
+        assert await kept[0].read() == b""
+        assert await idle[0].read() == b""
+        assert not draining.done()
+        gate.set()
+        assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b" ended\r\n0\r\n\r\n")
+        # It was not told that the connection ends: it may ask once more before that is noticed to be idle.
+        writer.write(post(b"3"))
+        assert (await answer(reader))[1]["connection"] == "close"
+        assert await draining is True
+        for one in (kept, idle):
+            one[1].close()
+
+    serve(talk, slow)
+
+
+def test_draining_ends_in_time_though_a_request_does_not() -> None:
+    async def never(request: HttpRequest) -> None:
+        await asyncio.Event().wait()
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(post(b""))
+        await asyncio.sleep(0.02)
+        assert await server.drain(0.1) is False
+
+    serve(talk, never)

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 PAUSE_FIRST_S = 0.5
-PAUSE_MAX_S = 10.0
+PAUSE_MAX_S = 3.0
+"""Short: meanwhile new connections of its slot wait."""
 STEADY_AFTER_S = 10.0
 """A worker that ran for so long is started again at once when it dies, and so is one that died for the first time."""
 START_S = 60.0
