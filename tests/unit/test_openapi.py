@@ -6,8 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from serai.ingress.access import Access
+from serai.ingress.cors import EXPOSED
 from serai.ingress.endpoints import BY_PATH, Body, Dialect
 from serai.ingress.openapi import openapi_document
+from serai.ingress.service import Ingress
+from serai.ingress.settings import IngressSettings
+from serai.runtime.telemetry import Tracing
+from unit.fakes import FakeBus
 
 DOCUMENT = json.loads(openapi_document())
 
@@ -61,3 +67,18 @@ def test_names_of_operations_are_unique() -> None:
         if isinstance(operation, dict) and "operationId" in operation
     ]
     assert len(names) == len(set(names)) == len(BY_PATH)
+
+
+def test_headers_that_are_described_are_those_that_pages_may_see() -> None:
+    assert set(DOCUMENT["components"]["headers"]) == set(EXPOSED)
+
+
+def test_every_route_is_described() -> None:
+    access = Access(None, anonymous=True)
+    ingress = Ingress(IngressSettings(anonymous=True), FakeBus(), access, Tracing("test", None, 0.0))
+    described = {
+        (method.upper(), path) for path, item in DOCUMENT["paths"].items() for method in item if method != "parameters"
+    }
+    assert set(ingress._routes._fixed) <= described
+    for method, top in ingress._routes._below:
+        assert any(known == method and path.startswith(f"{top}/{{") for known, path in described)

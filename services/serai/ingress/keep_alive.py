@@ -24,6 +24,8 @@ class Line:
     __slots__ = ("_dialect", "_early_headers", "_said", "_silent_since_s", "answer", "out", "request")
 
     def __init__(self, request: ClientRequest, dialect: Dialect, early_headers: Mapping[str, str], now: float) -> None:
+        """`early_headers`: of the answer, what is known of them by the time a head must leave before a session
+        answers."""
         self.request = request
         self.out: ClientStream | None = None
         """The stream of events, once its head has been sent."""

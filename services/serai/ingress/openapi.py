@@ -75,11 +75,16 @@ _WAITS = ("429", "503")
 _REFUSED_BEFORE_ANYTHING = ("400", "405", "413", "415", "431", "500")
 _REFUSED_TO_READERS = (*_REFUSED_BEFORE_ANYTHING, "401", "403")
 
-_HEADERS_IN: dict[str, Schema] = {
-    "x-request-id": _TEXT | {"description": "Name of the request, 1 to 128 visible ASCII characters; made up if none."},
-    "x-session-id": _TEXT | {"description": "Requests with the same one go to the same session, where that is policy."},
-    "x-serai-require": _TEXT | {"description": "What the session must be, as in `context>=32768, engine=vllm>=0.25`."},
-    "x-serai-providers": _TEXT | {"description": "Which providers may answer, as in `cscs, -other`."},
+_HEADERS_IN = {
+    "x-request-id": "Name of the request, 1 to 128 visible ASCII characters; one is made up otherwise.",
+    "x-session-id": "Requests with the same one go to the same session, where that is the model's policy.",
+    "x-serai-require": "What the session must be, as in `context>=32768, engine=vllm>=0.25`.",
+    "x-serai-providers": "Which providers may answer, as in `cscs, -other`.",
+    "x-serai-track": "`false`: no usage record by name, where the project allows that.",
+    "x-request-timeout": "Longest time that the whole request may take.",
+    "x-slo-ttft-ms": "Time to the first token that is of use, in milliseconds; refused early when it cannot be kept.",
+    "x-slo-tpot-ms": "Time per further token that is of use, in milliseconds.",
+    "x-priority": "A lower class than the caller's own.",
 }
 _HEADERS_OUT = {
     "x-request-id": "Name of the request.",
@@ -87,6 +92,14 @@ _HEADERS_OUT = {
     "x-serai-provider": "Whose session it is.",
     "x-serai-fingerprint": "What the model really is there.",
     "x-serai-attempts": "How many sessions were asked.",
+    "x-serai-queue-ms": "How long the request waited for its turn, in milliseconds.",
+    "retry-after": "Seconds to wait before the next try.",
+    "x-ratelimit-limit-requests": "Of the limit of which least is left: its size.",
+    "x-ratelimit-limit-tokens": "The same of tokens.",
+    "x-ratelimit-remaining-requests": "What is left of it.",
+    "x-ratelimit-remaining-tokens": "The same of tokens.",
+    "x-ratelimit-reset-requests": "When it will be full again, as in `1m30s`.",
+    "x-ratelimit-reset-tokens": "The same of tokens.",
 }
 
 
@@ -110,8 +123,7 @@ def openapi_document() -> bytes:
                 "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
             "schemas": _SCHEMAS,
-            "headers": {name: {"description": text, "schema": _TEXT} for name, text in _HEADERS_OUT.items()}
-            | {"retry-after": {"description": "Seconds to wait.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}},
+            "headers": {name: {"description": text, "schema": _TEXT} for name, text in _HEADERS_OUT.items()},
         },
     }
     return orjson.dumps(document)
@@ -134,7 +146,9 @@ def _operation(endpoint: Endpoint, path: str) -> Schema:
     return {
         "operationId": path.strip("/").replace("/", "_"),
         "summary": _SUMMARIES[endpoint.path],
-        "parameters": [{"name": name, "in": "header", "schema": schema} for name, schema in _HEADERS_IN.items()],
+        "parameters": [
+            {"name": name, "in": "header", "description": text, "schema": _TEXT} for name, text in _HEADERS_IN.items()
+        ],
         "requestBody": {
             "required": True,
             "content": {media: {"schema": {"type": "object", "required": required, "properties": fields}}},

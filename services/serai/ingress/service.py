@@ -198,7 +198,6 @@ class Ingress:
             metrics.EVENT_LOOP_LAG.set(max(0.0, time.monotonic() - before_s - WATCH_EVERY_S))
             metrics.IN_FLIGHT.set(self._client.open_streams)
             self._client.watch()
-            self._accounting.look(time.monotonic())
             self._calls.abort_stalled()
             self._accounting.look(time.monotonic())
             self._calls.keep_alive()
