@@ -8,6 +8,7 @@ from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.status import SessionStatus
 from serai.ingress.choosing import Chooser, Wish
+from serai.ingress.configuration import Configuration, Interchange
 from serai.ingress.endpoints import BY_PATH
 from serai.ingress.requirements import read_providers, read_requirements
 from serai.ingress.routing import Ask, PolicyChoice, PolicyNeeds, SessionSpeeds
@@ -161,3 +162,59 @@ def test_what_a_model_has_instead_is_told_only_when_all_of_it_is_known() -> None
     assert fleet.chooser.endpoints_instead(Wish(Ask("other"), endpoint=BY_PATH["/v1/score"]), NOW) == []
     fleet.replica.merge(record_of("s2"), NOW, heard=True)
     assert fleet.chooser.endpoints_instead(wish, NOW) == []
+
+
+# -- as configured -----------------------------------------------------------------------------------------------------
+
+
+def two_builds() -> Fleet:
+    return Fleet(
+        record_of("s1", allocation="a1", fingerprint="x"),
+        record_of("s2", allocation="a2", fingerprint="y"),
+        record_of("s3", allocation="a3", fingerprint="x"),
+    )
+
+
+def test_a_retry_goes_to_any_fingerprint_unless_only_the_same_may_stand_in() -> None:
+    fleet = two_builds()
+    first = fleet.record("s1")
+    fleet.in_flight["s3"] = 9
+    assert fleet.choose(first) == "s2"
+    fleet.chooser.apply(Configuration(fingerprints={"m*": Interchange.SAME}))
+    assert fleet.choose(first) == "s3"
+    assert fleet.choose(first, fleet.record("s3")) is None
+    assert fleet.choose(fleet.record("s2")) is None
+    fleet.chooser.apply(Configuration(fingerprints={"other": Interchange.SAME}))
+    assert fleet.choose(first) == "s2"
+
+
+def test_no_retry_is_promised_where_nobody_may_stand_in() -> None:
+    fleet = two_builds()
+    fleet.chooser.apply(Configuration(fingerprints={"m": Interchange.SAME}))
+    assert not fleet.chooser.again_after_failure(WISH, [fleet.record("s2")], FAILURE, NOW).again
+    assert fleet.chooser.again_after_failure(WISH, [fleet.record("s1")], FAILURE, NOW).again
+
+
+def test_policies_change_while_requests_run() -> None:
+    fleet = Fleet()
+    sticky = Wish(Ask("m", session_key="one"))
+    assert not fleet.chooser.reads_prompts("m")
+    with fleet.chooser.attempt("m", fleet.record("s0"), lambda: NOW) as attempt:
+        fleet.chooser.apply(Configuration(policy="round-robin", policies={"?": "session-sticky"}))
+        attempt.answered(200)
+    assert len({fleet.choose(wish=sticky) for _ in range(5)}) == 1
+    fleet.chooser.apply(Configuration(policy="round-robin"))
+    assert len({fleet.choose(wish=sticky) for _ in range(5)}) == 3
+    fleet.chooser.apply(Configuration(policy="prefix-affine"))
+    assert fleet.chooser.reads_prompts("m")
+
+
+def test_streams_that_were_given_teach_how_fast_their_sessions_are() -> None:
+    fleet = Fleet()
+    fleet.chooser.apply(Configuration(policy="hardware-weighted"))
+    for session, tokens in (("s0", 301), ("s1", 101), ("s2", 101)):
+        fleet.chooser.streamed(fleet.record(session), {"completion_tokens": tokens}, 1.0)
+    for usage in (None, {}, {"completion_tokens": None}, {"completion_tokens": 1}):
+        fleet.chooser.streamed(fleet.record("s1"), usage, 1.0)
+    chosen = [fleet.choose() for _ in range(10)]
+    assert [chosen.count(session) for session in ("s0", "s1", "s2")] == [6, 2, 2]

@@ -272,6 +272,8 @@ def test_only_a_session_that_serves_the_same_may_go_on() -> None:
     assert continuation.can_replace(record_of("s2", engine="vllm", fingerprint="f"), one)
     assert not continuation.can_replace(record_of("s2", engine="vllm", fingerprint="g"), one)
     assert not continuation.can_replace(record_of("s2", engine="sglang", fingerprint="f"), one)
+    assert continuation.can_replace(record_of("s2", engine="vllm", fingerprint="g"), one, any_fingerprint=True)
+    assert not continuation.can_replace(record_of("s2", engine="sglang", fingerprint="g"), one, any_fingerprint=True)
     nameless = record_of("s1", engine="vllm")
     assert not continuation.can_replace(nameless, nameless)
     other = record_of("s1", engine="openai", fingerprint="f")

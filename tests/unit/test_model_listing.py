@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from serai.contracts.session_record import Draining, Lifecycle
 from serai.contracts.status import SessionStatus
+from serai.ingress.caller import ANONYMOUS, Caller
 from serai.ingress.model_listing import BODY_KEPT_S, ModelListing
+from serai.ingress.requirements import Providers
 from serai.runtime.registry_replica import RegistryReplica
 from serai.runtime.session_state import SessionState, state_of
 from unit.fakes import record_of
@@ -197,3 +199,46 @@ def test_what_is_kept_is_what_a_new_listing_would_say_and_serving_is_what_is_rou
         for record in stage.replica.records():
             routed = record in stage.replica.routable(record.metadata.model, stage.now)
             assert (state_of(stage.replica, record.session, stage.now) is SessionState.SERVING) == routed
+
+
+# -- for whom ----------------------------------------------------------------------------------------------------------
+
+
+def listed(stage: Stage, caller: Caller, aliases: dict[str, str] | None = None) -> dict[str, Any]:
+    body = json.loads(stage.listing.body(stage.now, caller=caller, aliases=aliases or {}))
+    for entry in body["data"]:
+        assert stage.listing.entry(entry["id"], stage.now, caller=caller, aliases=aliases or {}) == entry
+    return {entry["id"]: entry for entry in body["data"]}
+
+
+def test_only_what_a_caller_may_use_is_listed() -> None:
+    stage = Stage()
+    stage.say("s1", model="llama", provider="alps")
+    stage.say("s2", model="qwen", provider="jsc")
+    stage.say("s3", model="qwen", provider="cloud")
+    assert list(listed(stage, ANONYMOUS)) == ["llama", "qwen"]
+    assert list(listed(stage, Caller("a", models=(("ll*",),)))) == ["llama"]
+    assert list(listed(stage, Caller("a", providers=Providers(frozenset({"jsc"}))))) == ["qwen"]
+    assert list(listed(stage, Caller("a", providers=Providers(denied=frozenset({"jsc", "cloud"}))))) == ["llama"]
+    assert list(listed(stage, ANONYMOUS)) == ["llama", "qwen"]
+    narrow = Caller("a", models=(("ll*",),))
+    assert stage.listing.entry("qwen", stage.now, caller=narrow) is None
+
+
+def test_an_alias_says_what_its_model_says_and_which_that_is() -> None:
+    stage = Stage()
+    stage.say("s1", model="llama", context_tokens_max=4096)
+    found = listed(stage, ANONYMOUS, {"gpt": "llama", "gone": "nothing", "llama": "llama"})
+    assert list(found) == ["gpt", "llama"]
+    assert found["gpt"] == found["llama"] | {"id": "gpt", "alias_of": "llama"}
+    assert "alias_of" not in found["llama"]
+    assert list(listed(stage, Caller("a", models=(("gpt",),)), {"gpt": "llama"})) == ["gpt"]
+
+
+def test_a_list_that_is_kept_follows_its_aliases() -> None:
+    stage = Stage()
+    stage.say("s1", model="llama")
+    stage.say("s2", model="qwen")
+    assert listed(stage, ANONYMOUS, {"gpt": "llama"})["gpt"]["alias_of"] == "llama"
+    assert listed(stage, ANONYMOUS, {"gpt": "qwen"})["gpt"]["alias_of"] == "qwen"
+    assert list(listed(stage, ANONYMOUS)) == ["llama", "qwen"]

@@ -65,7 +65,8 @@ class _Keys:
     by_id: dict[str, _Key] = field(default_factory=dict)
     read_s: float = float("-inf")
     tried_s: float = float("-inf")
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reading: asyncio.Task[None] | None = None
+    """A task of its own: a client that leaves does not take with it what others wait for."""
 
 
 class People:
@@ -119,7 +120,7 @@ class People:
             name = ""
         now = self._clock()
         if _key_of(keys, name) is None or now - keys.read_s > KEYS_FRESH_S:
-            await self._read_keys(issuer, keys)
+            await self._fresh(issuer, keys)
         if self._clock() - keys.read_s > KEYS_OLD_S:
             text = "The issuer of this token does not answer, so that the token cannot be checked."
             raise ApiError(503, text, kind="server_error", code="issuer_unavailable", retry_after_s=FETCH_EVERY_S)
@@ -128,20 +129,26 @@ class People:
             raise _refused("is signed with a key that its issuer does not have")
         return key
 
-    async def _read_keys(self, issuer: Issuer, keys: _Keys) -> None:
-        """Once, for all that wait for it; those known before stay when it fails."""
-        async with keys.lock:
+    async def _fresh(self, issuer: Issuer, keys: _Keys) -> None:
+        """Reads them, once for all that wait for it; those known before stay when it fails."""
+        if keys.reading is None:
             if self._clock() - keys.tried_s < FETCH_EVERY_S:
                 return
             keys.tried_s = self._clock()
-            try:
-                keys.by_id = await self._discovered(issuer)
-                keys.read_s = self._clock()
-                log.info("oidc.keys_read", issuer=issuer.issuer, keys=len(keys.by_id))
-            except (OSError, TimeoutError, aiohttp.ClientError, ValueError, jwt.PyJWTError) as error:
-                reason = str(error) or type(error).__name__
-                effect = "those read before are used" if keys.by_id else "nobody of it can sign in"
-                log.warning("oidc.keys_not_read", issuer=issuer.issuer, error=reason[:300], effect=effect)
+            keys.reading = asyncio.create_task(self._read_keys(issuer, keys))
+        await asyncio.shield(keys.reading)
+
+    async def _read_keys(self, issuer: Issuer, keys: _Keys) -> None:
+        try:
+            keys.by_id = await self._discovered(issuer)
+            keys.read_s = self._clock()
+            log.info("oidc.keys_read", issuer=issuer.issuer, keys=len(keys.by_id))
+        except (OSError, TimeoutError, aiohttp.ClientError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            effect = "those read before are used" if keys.by_id else "nobody of it can sign in"
+            log.warning("oidc.keys_not_read", issuer=issuer.issuer, error=reason[:300], effect=effect)
+        finally:
+            keys.reading = None
 
     async def _discovered(self, issuer: Issuer) -> dict[str, _Key]:
         """Raises ValueError, and what `Fetch` raises."""
@@ -216,7 +223,7 @@ def _verified(token: str, key: _Key, algorithm: str, issuer: Issuer) -> dict[str
         raise _refused(f"has no `{error.claim}`") from None
     except jwt.InvalidSignatureError:
         raise _refused("has a signature that is wrong") from None
-    except (jwt.PyJWTError, ValueError, TypeError):
+    except (jwt.PyJWTError, ValueError, TypeError, OverflowError):
         raise _refused("is not valid") from None
 
 
