@@ -19,7 +19,7 @@ def handler() -> Handler:
 CHAT, MODELS, MODEL, KEPT, DEEPER, OPTIONS = (handler() for _ in range(6))
 ROUTES = Routes(
     {("POST", "/v1/chat"): CHAT, ("GET", "/v1/models"): MODELS},
-    {("GET", "/v1/models"): MODEL, ("DELETE", "/v1/kept"): KEPT, ("DELETE", "/v1/kept/deep"): DEEPER},
+    {("GET", "/v1/models/.+"): MODEL, ("DELETE", "/v1/kept/[^/]+"): KEPT, ("PUT", "/v1/kept/[^/]+/deep"): DEEPER},
     OPTIONS,
 )
 
@@ -35,7 +35,7 @@ ROUTES = Routes(
         ("GET", "/v1/models/org/name", MODEL),
         ("HEAD", "/v1/models/m", MODEL),
         ("DELETE", "/v1/kept/x", KEPT),
-        ("DELETE", "/v1/kept/deep/x", DEEPER),
+        ("PUT", "/v1/kept/x/deep", DEEPER),
         ("OPTIONS", "/v1/chat", OPTIONS),
         ("OPTIONS", "/v1/models/m/", OPTIONS),
         ("OPTIONS", "*", OPTIONS),
@@ -53,6 +53,7 @@ def test_what_answers(method: str, path: str, found: Handler) -> None:
         ("POST", "/v1/models", "GET, HEAD, OPTIONS"),
         ("PATCH", "/v1/models/m", "GET, HEAD, OPTIONS"),
         ("TRACE", "/v1/kept/x", "DELETE, OPTIONS"),
+        ("DELETE", "/v1/kept/x/deep/", "OPTIONS, PUT"),
     ],
 )
 def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:
@@ -62,7 +63,9 @@ def test_another_method_is_told_which_there_are(method: str, path: str, allowed:
     assert (error.status, error.headers, error.code) == (405, {"allow": allowed}, "method_not_allowed")
 
 
-@pytest.mark.parametrize("path", ["/", "", "/v1", "/v1/chatter", "/v1/models-not", "/v1/kept", "no path"])
+@pytest.mark.parametrize(
+    "path", ["/", "", "/v1", "/v1/chatter", "/v1/models-not", "/v1/kept", "/v1/kept/x/y", "no path"]
+)
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD"])
 def test_what_is_not_there(method: str, path: str) -> None:
     with pytest.raises(ApiError) as caught:

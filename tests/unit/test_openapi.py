@@ -80,5 +80,5 @@ def test_every_route_is_described() -> None:
         (method.upper(), path) for path, item in DOCUMENT["paths"].items() for method in item if method != "parameters"
     }
     assert set(ingress._routes._fixed) <= described
-    for method, top in ingress._routes._below:
-        assert any(known == method and path.startswith(f"{top}/{{") for known, path in described)
+    for method, pattern, _ in ingress._routes._patterns:
+        assert any(known == method and pattern.fullmatch(path) for known, path in described)

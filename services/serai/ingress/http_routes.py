@@ -1,7 +1,8 @@
-"""Which handler answers a path: a table, what stands below some of its paths, and honest words for the rest. Pure."""
+"""Which handler answers a path: a table, a few patterns, and honest words for the rest. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -14,12 +15,12 @@ Route = tuple[str, str]
 
 
 class Routes:
-    """`fixed` paths, and handlers of everything `below` a path. A slash at the end changes nothing, HEAD is answered
-    wherever GET is, and OPTIONS wherever there is anything, by `options`."""
+    """`fixed` paths, and `patterns` of paths (regular expressions). A slash at the end changes nothing, HEAD is
+    answered wherever GET is, and OPTIONS wherever there is anything, by `options`."""
 
-    def __init__(self, fixed: Mapping[Route, Handler], below: Mapping[Route, Handler], options: Handler) -> None:
+    def __init__(self, fixed: Mapping[Route, Handler], patterns: Mapping[Route, Handler], options: Handler) -> None:
         self._fixed = dict(fixed)
-        self._below = dict(below)
+        self._patterns = [(method, re.compile(path), handler) for (method, path), handler in patterns.items()]
         self._options = options
 
     def find(self, method: str, path: str) -> Handler:
@@ -39,7 +40,7 @@ class Routes:
         """What may be done with `path` (`*`: with any); nothing when there is no such path."""
         path = path.rstrip("/")
         found = {method for method, fixed in self._fixed if path in (fixed, "*")}
-        found |= {method for method, top in self._below if path.startswith(f"{top}/")}
+        found |= {method for method, pattern, _ in self._patterns if pattern.fullmatch(path)}
         if "GET" in found:
             found.add("HEAD")
         return sorted(found | {"OPTIONS"}) if found else []
@@ -47,5 +48,7 @@ class Routes:
     def _find(self, method: str, path: str) -> Handler | None:
         if found := self._fixed.get((method, path)):
             return found
-        tops = [top for known, top in self._below if known == method and path.startswith(f"{top}/")]
-        return self._below[method, max(tops, key=len)] if tops else None
+        matching = (
+            handler for known, pattern, handler in self._patterns if known == method and pattern.fullmatch(path)
+        )
+        return next(matching, None)

@@ -232,6 +232,10 @@ _PATHS: dict[str, Schema] = {
         "get": _not_kept("A response, later"),
         "delete": _not_kept("Forget a response"),
     },
+    "/v1/responses/{response_id}/input_items": {
+        "parameters": _in_path("response_id", "As it stood in the answer."),
+        "get": _not_kept("What a response was asked"),
+    },
     "/v1/responses/{response_id}/cancel": {
         "parameters": _in_path("response_id", "As it stood in the answer."),
         "post": _not_kept("Cancel a response that is made in the background"),

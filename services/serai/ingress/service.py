@@ -119,13 +119,13 @@ class Ingress:
             ("GET", "/version"): self.on_version,
             ("GET", "/openapi.json"): self.on_openapi,
         }
-        below: dict[Route, Handler] = {
-            ("GET", "/v1/models"): self.on_model,
-            ("GET", "/v1/responses"): self.on_kept_response,
-            ("DELETE", "/v1/responses"): self.on_kept_response,
-            ("POST", "/v1/responses"): self.on_kept_response,
+        patterns: dict[Route, Handler] = {
+            ("GET", r"/v1/models/.+"): self.on_model,
+            ("GET", r"/v1/responses/[^/]+(/input_items)?"): self.on_kept_response,
+            ("DELETE", r"/v1/responses/[^/]+"): self.on_kept_response,
+            ("POST", r"/v1/responses/[^/]+/cancel"): self.on_kept_response,
         }
-        self._routes = Routes(fixed, below, self.on_options)
+        self._routes = Routes(fixed, patterns, self.on_options)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +177,7 @@ class Ingress:
         self._stopping = told is Told.STOP
         if not await self._door.close(told):
             log.warning("ingress.cut_short", streams=self._client.open_streams)
+            self._admission.turns.stop()
             self._client.fail_all()
             await self._server.drain(FLUSH_S)
 
