@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -125,9 +126,9 @@ class Accounting:
             tracked=tracked,
             error_code=call.error_code,
             stream=call.stream,
-            queued_s=round(call.queued_s, 6),
-            ttft_s=round(call.first_byte_s - call.started_s, 6) if call.first_byte_s else None,
-            duration_s=round(now - call.started_s, 6),
+            queued_s=call.queued_s,
+            ttft_s=call.first_byte_s - call.started_s if call.first_byte_s else None,
+            duration_s=now - call.started_s,
             attempts=len(tried),
             resumed=call.resumed,
             sessions=[record.session for record in tried],
@@ -136,7 +137,7 @@ class Accounting:
             engine=last.engine if last else "",
             gpu=gpus[0].name if gpus else "",
             gpus=len(gpus),
-            gpu_seconds=round(self._gpu_seconds(call, now), 6),
+            gpu_seconds=self._gpu_seconds(call, now),
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,
             output_tokens=tokens.output,
@@ -144,10 +145,11 @@ class Accounting:
         )
 
     def _gpu_seconds(self, call: Call, now: float) -> float:
-        return sum(
-            len(record.metadata.gpus) * self._shares.seconds(share, now)
-            for record, share in zip(call.tried, call.shares, strict=False)
-        )
+        seconds = 0.0
+        for record, share in zip(call.tried, call.shares, strict=False):
+            if gpus := len(record.metadata.gpus):
+                seconds += gpus * self._shares.seconds(share, now)
+        return seconds
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}{next(self._numbers):010x}"
@@ -247,7 +249,13 @@ def _anonymous_id() -> str:
 
 
 def _moment(nanoseconds: int) -> str:
-    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+    seconds, rest = divmod(nanoseconds, 1_000_000_000)
+    return f"{_second(seconds)}.{rest // 1_000_000:03}Z"
+
+
+@lru_cache(maxsize=64)  # Requests come many a second, and this is the dearest part of their records.
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()[:-6]
 
 
 def _hour(nanoseconds: int) -> str:
