@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from serai.ingress.anthropic_messages.answer import MessageAnswer
 from serai.ingress.anthropic_messages.errors import error_body
 from serai.ingress.anthropic_messages.request import chat_request
-from serai.ingress.chat_answer import ChatReader, read_answer
+from serai.ingress.chat_answer import Broke, ChatReader, Ended, read_answer
 from serai.ingress.openai_format import DONE, ApiError
+from serai.ingress.responses_api.answer import ResponseAnswer
 from unit.chat_answers import CALLS, TEXT, THOUGHT, answer, chunk, events_of, finish, usage
 
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
@@ -254,6 +255,23 @@ class TestWholeAnswer:
             whole(content="a", finish_reason="abort")
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.sampled_from(["", "a", "stop"]),
+    lambda children: st.lists(children, max_size=2) | st.dictionaries(st.sampled_from("ab"), children, max_size=2),
+    max_leaves=4,
+)
+FUNCTION = st.fixed_dictionaries({}, optional={"name": JSON, "arguments": JSON})
+CALL = st.fixed_dictionaries({}, optional={"index": st.integers(0, 2) | JSON, "id": JSON, "function": FUNCTION | JSON})
+DELTA = st.fixed_dictionaries(
+    {}, optional={"content": JSON, "reasoning": JSON, "tool_calls": st.lists(CALL, max_size=2) | JSON}
+)
+CHOICE = st.fixed_dictionaries({}, optional={"delta": DELTA | JSON, "finish_reason": JSON, "index": JSON})
+CHUNKS = JSON | st.fixed_dictionaries(
+    {}, optional={"id": JSON, "choices": st.lists(CHOICE, max_size=2) | JSON, "usage": JSON, "error": JSON}
+)
+"""Of engines that send anything."""
+
+
 def told(*pieces: bytes) -> list[tuple[str, dict[str, Any]]]:
     reader, message = ChatReader("r1"), MessageAnswer(ASKED)
     written = [message.events(reader.feed(piece)) for piece in pieces]
@@ -353,6 +371,18 @@ class TestStream:
         edges = sorted({0, len(data), *(cut % len(data) for cut in cuts)})
 
         assert told(*(data[a:b] for a, b in itertools.pairwise(edges))) == told(*pieces)
+
+    @given(st.lists(CHUNKS, max_size=4))
+    def test_whatever_an_engine_sends_has_one_end(self, chunks: list[Any]) -> None:
+        reader, message, response = ChatReader("r1"), MessageAnswer(ASKED), ResponseAnswer(ASKED)
+        pieces = [piece for event in chunks for piece in reader.feed(b"data: %s\n\n" % orjson.dumps(event))]
+        pieces += [*reader.feed(DONE), *reader.end()]
+
+        assert [type(piece) for piece in pieces if isinstance(piece, (Broke, Ended))] == [type(pieces[-1])]
+        names = [name for name, _ in events_of(message.events(pieces))]
+        assert names[-1] == ("message_stop" if isinstance(pieces[-1], Ended) else "error")
+        assert names.count("content_block_start") >= names.count("content_block_stop")
+        response.events(pieces)
 
     @given(st.sampled_from([TEXT, CALLS, THOUGHT]), st.integers(0, 5000))
     def test_a_stream_that_is_cut_short_ends_with_an_error(self, pieces: list[bytes], cut: int) -> None:

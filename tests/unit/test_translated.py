@@ -77,6 +77,13 @@ def chat_for(client: FakeClient, path: str = "/v1/messages") -> ClientRequest:
     return request
 
 
+def asked_for(client: FakeClient, path: str = "/v1/messages") -> ClientRequest:
+    """As `chat_for`, and its body has been read."""
+    request = chat_for(client, path)
+    assert request.body
+    return request
+
+
 class TestWhoTranslates:
     @pytest.mark.parametrize(
         ("served", "native"),
@@ -125,20 +132,36 @@ class TestWhoTranslates:
                 read_body(endpoint, "application/json", request.body)
             assert caught.value.status == 400
 
+    @pytest.mark.parametrize("field", ["x", "metadata", "text"])
+    def test_what_is_too_deep_to_be_written_is_refused_before_it_is_sent(self, field: str) -> None:
+        deep = b'{"d":' * 300 + b"1" + b"}" * 300
+        body = b'{"model":"m","input":"hi","%s":%s}' % (field.encode(), deep)
+
+        with pytest.raises(ApiError) as caught:
+            _ = chat_for(FakeClient(body), "/v1/responses").body
+        assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
 
 class TestWholeAnswers:
     def test_an_answer(self) -> None:
         client = FakeClient()
-        chat_for(client).respond(200, HEADERS, answer(content="Hi"))
+        asked_for(client).respond(200, HEADERS, answer(content="Hi"))
 
         assert client.object["content"] == [{"type": "text", "text": "Hi"}]
         assert client.told == HEADERS | {"request-id": "r1"}
+
+    def test_arguments_that_are_too_deep_to_be_written(self) -> None:
+        function = {"name": "look", "arguments": '{"d":' * 300 + "1" + "}" * 300}
+
+        with pytest.raises(ApiError) as caught:
+            asked_for(FakeClient()).respond(200, HEADERS, answer(tool_calls=[{"id": "1", "function": function}]))
+        assert caught.value.status == 502
 
     def test_an_answer_that_cannot_be_read_is_an_error(self) -> None:
         client = FakeClient()
 
         with pytest.raises(ApiError) as caught:
-            chat_for(client).respond(200, HEADERS, b'{"choices":')
+            asked_for(client).respond(200, HEADERS, b'{"choices":')
         assert (caught.value.status, client.status) == (502, 0)
 
     @pytest.mark.parametrize(
@@ -154,7 +177,7 @@ class TestWholeAnswers:
     )
     def test_an_engines_error_in_the_clients_form(self, body: bytes, message: str) -> None:
         client = FakeClient()
-        chat_for(client).respond(400, HEADERS | {"content-type": "text/plain"}, body)
+        asked_for(client).respond(400, HEADERS | {"content-type": "text/plain"}, body)
 
         error = {"type": "invalid_request_error", "message": message}
         assert client.object == {"type": "error", "error": error, "request_id": "r1"}
@@ -163,7 +186,7 @@ class TestWholeAnswers:
     def test_an_engines_error_in_openais_form(self) -> None:
         client = FakeClient(b'{"model": "m", "input": "hi"}')
         body = {"error": {"message": "too long", "type": "t", "param": "input", "code": "c"}}
-        chat_for(client, "/v1/responses").respond(400, HEADERS, orjson.dumps(body))
+        asked_for(client, "/v1/responses").respond(400, HEADERS, orjson.dumps(body))
 
         assert client.object == body
         assert "request-id" not in client.told
@@ -172,7 +195,7 @@ class TestWholeAnswers:
 class TestStreams:
     def test_events_leave_in_the_call_in_which_they_came(self) -> None:
         client = FakeClient()
-        stream = chat_for(client).start(200, HEADERS, TEXT[0])
+        stream = asked_for(client).start(200, HEADERS, TEXT[0])
         assert client.names == ["message_start"]
         stream.send(TEXT[1])
         assert client.names[-1] == "content_block_delta"
@@ -185,14 +208,14 @@ class TestStreams:
     @pytest.mark.parametrize("end", [b"", ApiError(502, "gone", code="engine_cut").event() + DONE, TEXT[2]])
     def test_an_end_that_is_not_one_is_told(self, path: str, end: bytes) -> None:
         client = FakeClient(orjson.dumps(ASKED | {"input": "hi"}))
-        stream = chat_for(client, path).start(200, HEADERS, TEXT[0])
+        stream = asked_for(client, path).start(200, HEADERS, TEXT[0])
         stream.end(end)
 
         assert client.names[-1] in ("error", "response.failed")
 
     def test_an_error_before_the_first_event(self) -> None:
         client = FakeClient()
-        stream = chat_for(client).start(200, HEADERS)
+        stream = asked_for(client).start(200, HEADERS)
         stream.send(b": keep-alive\n\n")
         stream.end(ApiError(503, "full", kind="overloaded_error").event() + DONE)
 
@@ -201,7 +224,7 @@ class TestStreams:
 
     def test_a_slow_client_and_one_that_left(self) -> None:
         client = FakeClient(has_room=False)
-        request = chat_for(client)
+        request = asked_for(client)
         stream = request.start(200, HEADERS)
 
         assert stream.send(TEXT[0]) is False

@@ -42,6 +42,7 @@ class Translation:
 
     chat_request: Callable[[dict[str, Any]], dict[str, Any]]
     answer: Callable[[dict[str, Any]], Answer]
+    """Of one request. Both raise orjson.JSONEncodeError for what is too deep to be written."""
 
 
 _TRANSLATED = {
@@ -88,14 +89,17 @@ class TranslatedRequest:
         self._dialect = dialect
         self._translation = translation
         self._fields = fields
-        self._answer = translation.answer(fields)
         self._body = b""
 
     @property
     def body(self) -> bytes:
         """Raises ApiError (400) naming what is wrong or cannot be translated."""
         if not self._body:
-            self._body = orjson.dumps(self._translation.chat_request(self._fields))
+            try:
+                self._body = orjson.dumps(self._translation.chat_request(self._fields))
+                self._answer = self._translation.answer(self._fields)
+            except orjson.JSONEncodeError as error:  # Deeper than can be written, though it could be read.
+                raise ApiError(400, f"The request cannot be passed on: {error}.", code="invalid_json") from None
         return self._body
 
     @property
@@ -103,14 +107,14 @@ class TranslatedRequest:
         return self._client.headers
 
     def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be read."""
+        """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be told."""
         request_id = headers.get("x-request-id", "")
         if status >= 400:
             error = read_error_body(body, status)
             error.request_id = request_id
             told = error_body(self._dialect, error)
         else:
-            told = orjson.dumps(self._answer.whole(read_answer(body, request_id)))
+            told = _written(self._answer.whole(read_answer(body, request_id)))
         self._client.respond(status, {**headers} | self._names(request_id) | _JSON, told)
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
@@ -126,6 +130,14 @@ class TranslatedRequest:
 
     def _names(self, request_id: str) -> dict[str, str]:
         return request_id_headers(self._dialect, request_id)
+
+
+def _written(answer: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(answer)
+    except orjson.JSONEncodeError as error:  # A model wrote deeply nested arguments.
+        text = f"The engine's answer cannot be passed on: {error}."
+        raise ApiError(502, text, kind="server_error", code="engine_protocol") from None
 
 
 class TranslatedStream:

@@ -36,7 +36,7 @@ class ToolUse(msgspec.Struct, tag="tool_use"):
 
 class ToolResult(msgspec.Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text | Image] = ""
+    content: str | list[Text | Image] | None = None
 
 
 class Thinking(msgspec.Struct, tag="thinking"):
@@ -245,7 +245,7 @@ def _user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
             case Image():
                 parts.append(_image(block))
             case ToolResult():
-                inner = [Text(block.content)] if isinstance(block.content, str) else block.content
+                inner = [Text(block.content)] if isinstance(block.content, str) else block.content or []
                 text = "\n".join(part.text for part in inner if isinstance(part, Text))
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 # A tool's message takes text only: its images are shown by the user, next.

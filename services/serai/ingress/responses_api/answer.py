@@ -67,6 +67,7 @@ class ResponseAnswer:
         self._echo = {
             name: default if request.get(name) is None else request[name] for name, default in _ECHOED.items()
         }
+        orjson.dumps(self._echo)  # What cannot be repeated is refused now, not in the middle of an answer.
         self._model = request["model"]
         self._begun: Begun | None = None
         self._output: list[dict[str, Any]] = []
