@@ -13,7 +13,7 @@ from serai.ingress.endpoints import BY_PATH
 from serai.ingress.stream_usage import is_hidden, with_usage, without_usage_event
 
 CHAT, COMPLETIONS = BY_PATH["/v1/chat/completions"], BY_PATH["/v1/completions"]
-OTHERS = [BY_PATH[path] for path in ("/v1/embeddings", "/v1/messages", "/v1/responses")]
+OTHERS = [BY_PATH[f"/v1/{name}"] for name in ("embeddings", "messages", "responses", "audio/transcriptions")]
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
 USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
 DONE = b"data: [DONE]\n\n"

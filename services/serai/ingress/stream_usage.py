@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from serai.ingress.endpoints import Dialect, Endpoint
+from serai.ingress.endpoints import Body, Dialect, Endpoint
 
 _OPTIONS = b'"stream_options"'
 _OPTIONS_OBJECT = re.compile(_OPTIONS + rb"\s*:\s*\{(\s*\})?")
@@ -17,7 +17,7 @@ _ASK = b'"include_usage":true'
 
 def is_hidden(endpoint: Endpoint, stream: bool, body: bytes) -> bool:
     """Whether the engine is to be asked on our own account. Other dialects tell usage in every stream."""
-    if not stream or not endpoint.streams or endpoint.dialect is not Dialect.OPENAI:
+    if not stream or not endpoint.streams or endpoint.dialect is not Dialect.OPENAI or endpoint.body is not Body.JSON:
         return False
     if _OPTIONS not in body:
         return True

@@ -25,13 +25,15 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
+from structlog.tracebacks import ExceptionDictTransformer
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 def set_up_logs(service: str, level: str = "info", *, json: bool | None = None) -> None:
-    """One line per event on standard error: JSON, or coloured text when a person is looking. Raises ValueError."""
+    """One line per event on standard error: JSON, or coloured text when a person is looking. Tracebacks come without
+    the values of variables, among which are keys and what people ask. Raises ValueError."""
     if level not in LOG_LEVELS:
         raise ValueError(f"log level {level!r}: must be one of {', '.join(LOG_LEVELS)}")
     as_json = json if json is not None else not sys.stderr.isatty()
@@ -42,11 +44,11 @@ def set_up_logs(service: str, level: str = "info", *, json: bool | None = None) 
     ]
     if as_json:
         shown += [
-            structlog.processors.dict_tracebacks,
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(serializer=lambda value, **_: orjson.dumps(value, default=str).decode()),
         ]
     else:
-        shown.append(structlog.dev.ConsoleRenderer())
+        shown.append(structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback))
     structlog.configure(
         processors=shown,
         wrapper_class=structlog.make_filtering_bound_logger(LOG_LEVELS[level]),
