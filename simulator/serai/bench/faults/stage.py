@@ -227,10 +227,10 @@ class Stage:
             engine.steady_may_end.clear()
         beside = SteadyStream(self)
         reading = asyncio.ensure_future(beside.read())
+        begun = asyncio.ensure_future(beside.begun.wait())
         try:
-            await asyncio.wait(
-                {reading, asyncio.ensure_future(beside.begun.wait())}, timeout=5, return_when="FIRST_COMPLETED"
-            )
+            await asyncio.wait({reading, begun}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
             yield beside
         finally:
             for engine in self.engines:
