@@ -112,7 +112,7 @@ def test_in_an_overload_refusals_are_early_and_what_retry_after_says_is_true(sys
             refused = await chat(client, headers)
             took_s = time.monotonic() - refused_s
             assert (refused.status_code, code(refused)) == (503, "deadline_unreachable")
-            assert took_s < 0.5
+            assert took_s < 2  # At once, and not when its time is over or its turn has come.
             told_s = float(refused.headers["retry-after"])
             while (answer := await chat(client, headers)).status_code == 503:
                 await asyncio.sleep(0.1)
@@ -310,6 +310,7 @@ prices: {m: {prompt: 0, output: 1000}}
 
 @pytest.mark.parametrize("ingresses", [1, 2])
 def test_a_hundred_at_once_cannot_overrun_a_budget_for_ten(system: System, ingresses: int) -> None:
+    """H54."""
     house = House(system, BUDGET, ("a",))
     for _ in range(ingresses):
         house.start_ingress()

@@ -347,6 +347,14 @@ def test_when_nobody_will_serve_the_model_all_that_wait_are_told() -> None:
     assert queue.running == 1
 
 
+def test_in_a_gap_only_those_are_told_who_have_waited_long_enough() -> None:
+    queue = full()
+    put(queue, asked("early"))
+    put(queue, asked("late"), now=3)
+    [refused] = queue.handle(Closed(arrived_before_s=2), 9)
+    assert (refused.request, queue.waiting) == ("early", 1)
+
+
 # -- cancellation ----------------------------------------------------------------------------------------------------
 
 

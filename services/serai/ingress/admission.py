@@ -43,7 +43,7 @@ class Admission:
         self._chooser = chooser
         self._limiter = limiter
         self._shared = shared
-        self.turns = Turns(chooser.capacity, lambda: copy.replica.changes)
+        self.turns = Turns(chooser, lambda: copy.replica.changes)
         self._numbers = itertools.count(1)
         self._prices = ByPattern[Price]({}, _NO_PRICE)
         self._periods: dict[str, Period] = {}
@@ -160,6 +160,8 @@ class Admission:
             text = f"The request has waited {waited} for its turn, and its time is over (`x-request-timeout`)."
             return ApiError(504, text, kind="timeout_error", code="deadline", retry_after_s=refuse.retry_after_s)
         match code:
+            case Refusal.CLOSED if self.turns.stopped:
+                return ApiError(503, "This gateway is stopping.", kind="server_error", code="stopping", retry_after_s=1)
             case Refusal.CLOSED:
                 text = f"No session serves `{call.model[:200]}` at this moment; none came in {waited}."
             case Refusal.TOO_LATE:

@@ -108,9 +108,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Nobody will serve this model in time; all that wait are refused with `retry_after_s`."""
+    """Nobody will serve this model in time; all that wait, and have come before a certain time, are refused with
+    `retry_after_s`."""
 
     retry_after_s: float = 5.0
+    arrived_before_s: float = math.inf
 
 
 Event = Arrived | Cancelled | Ended | Capacity | Tick | Closed
@@ -315,8 +317,8 @@ class RequestQueue:
                 self._end(event, now)
             case Capacity(requests):
                 self._capacity = None if requests is None else max(0, requests)
-            case Closed(retry_after_s):
-                for waiting in list(self._waiting.values()):
+            case Closed(retry_after_s, arrived_before_s):
+                for waiting in [one for one in self._waiting.values() if one.arrived_s < arrived_before_s]:
                     self._refuse(waiting, Refusal.CLOSED, retry_after_s, now, effects)
             case Tick():
                 pass

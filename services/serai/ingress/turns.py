@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from serai.ingress import metrics
 from serai.ingress.queueing import (
     Arrived,
     Cancelled,
     Capacity,
+    Closed,
     Effect,
     Ended,
     Event,
@@ -28,33 +30,42 @@ LOOK_EVERY_S = 1.0
 """As often as sessions tell what others have them do."""
 LOOK_APART_S = 0.02
 """However much changes in the registry copy."""
+GAP_RETRY_AFTER_S = 5.0
 FIRST_BYTE_SAMPLE = 0.1
 """Weight of one more stream in the observed time from dispatch to first byte."""
+
+
+class Sessions(Protocol):
+    """What the sessions of a model can do now, as far as is known here: `Chooser`."""
+
+    def serves(self, model: str, now: float) -> bool: ...
+
+    def capacity(self, model: str, now: float) -> int | None: ...
 
 
 class NotServed(Exception):
     """The request is refused."""
 
-    def __init__(self, refuse: Refuse, *, gap: bool) -> None:
+    def __init__(self, refuse: Refuse) -> None:
         super().__init__(refuse.why)
         self.refuse = refuse
-        self.gap = gap
-        """No session serves the model now."""
 
 
 class ModelTurns:
     """The queue of one model, and who waits in it."""
 
     __slots__ = (
-        "_capacity",
         "_changes",
         "_changes_seen",
+        "_gap_since_s",
         "_looked_at_s",
+        "_sessions",
         "_timer",
         "_waiting",
         "first_byte_s",
         "model",
         "queue",
+        "settings",
         "waited",
     )
 
@@ -62,16 +73,19 @@ class ModelTurns:
         self,
         model: str,
         settings: QueueSettings,
-        capacity: Callable[[str, float], int | None],
+        sessions: Sessions,
         changes: Callable[[], int],
     ) -> None:
         self.model = model
+        self.settings = settings
         self.queue = RequestQueue(settings, 0)
         self.waited = metrics.QUEUE_WAIT.of(model)
         self.first_byte_s = 0.0
         """How long a stream takes from its dispatch to its first byte; 0 = not known."""
-        self._capacity = capacity
+        self._sessions = sessions
         self._changes = changes
+        self._gap_since_s: float | None = None
+        """No session has served the model since then, as far as somebody who waits has looked."""
         self._changes_seen = -1
         self._looked_at_s = 0.0
         self._waiting: dict[str, asyncio.Future[Effect]] = {}
@@ -89,14 +103,9 @@ class ModelTurns:
         """What the sessions can take; something has been learned of it."""
         self._looked_at_s = now
         self._changes_seen = self._changes()
-        capacity = self._capacity(self.model, now)
+        capacity = self._sessions.capacity(self.model, now)
         if capacity != self.queue.capacity:
             self._obey(self.queue.handle(Capacity(capacity), now))
-
-    @property
-    def is_gap(self) -> bool:
-        """No session serves the model."""
-        return self.queue.capacity == 0 and self.queue.running == 0
 
     async def wait(self, asked: Arrived) -> float:
         """Until it is its turn; how long that took, in seconds. Raises NotServed. Who is cancelled is out at once."""
@@ -113,7 +122,7 @@ class ModelTurns:
             del self._waiting[asked.request]
             self._show()
         if isinstance(effect, Refuse):
-            raise NotServed(effect, gap=self.is_gap)
+            raise NotServed(effect)
         return effect.waited_s
 
     def end(self, ended: Ended, now: float, first_byte_s: float | None) -> None:
@@ -125,6 +134,15 @@ class ModelTurns:
             self._handle(ended)
         else:
             self.queue.handle(ended, now)
+
+    def apply(self, settings: QueueSettings) -> None:
+        """Takes effect at once; who waits is not put off by it."""
+        self.settings = settings
+        self.queue.apply(settings)
+
+    def refuse_all(self) -> None:
+        """All that wait."""
+        self._handle(Closed(1.0))
 
     def close(self) -> None:
         """Nobody comes any more, and nobody is there."""
@@ -161,7 +179,13 @@ class ModelTurns:
         now = time.monotonic()
         self._looked_at_s = now
         self._changes_seen = self._changes()
-        self._handle(Capacity(self._capacity(self.model, now)))
+        self._handle(Capacity(self._sessions.capacity(self.model, now)))
+        if self._sessions.serves(self.model, now):
+            self._gap_since_s = None
+        elif self._gap_since_s is None:
+            self._gap_since_s = now
+        elif now - self._gap_since_s >= self.settings.gap_max_s:
+            self._handle(Closed(GAP_RETRY_AFTER_S, now - self.settings.gap_max_s))
 
     def _show(self) -> None:
         metrics.QUEUE_DEPTH.labels(self.model).set(self.queue.waiting)
@@ -170,25 +194,32 @@ class ModelTurns:
 class Turns:
     """Those of all models."""
 
-    def __init__(self, capacity: Callable[[str, float], int | None], changes: Callable[[], int]) -> None:
-        self._capacity = capacity
+    def __init__(self, sessions: Sessions, changes: Callable[[], int]) -> None:
+        self._sessions = sessions
         self._changes = changes
         self._models: dict[str, ModelTurns] = {}
         self.settings = QueueSettings()
+        self.stopped = False
 
     def get(self, model: str) -> ModelTurns | None:
         return self._models.get(model)
 
     def make(self, model: str) -> ModelTurns:
         """Only for models that exist: names come from clients."""
-        made = self._models[model] = ModelTurns(model, self.settings, self._capacity, self._changes)
+        made = self._models[model] = ModelTurns(model, self.settings, self._sessions, self._changes)
         return made
 
     def apply(self, settings: QueueSettings) -> None:
-        """Takes effect for each model at once: who waits stays, unless the queue has become too short for newcomers."""
+        """Of all queues."""
         self.settings = settings
         for turns in self._models.values():
-            turns.queue.apply(settings)
+            turns.apply(settings)
+
+    def stop(self) -> None:
+        """All that wait are refused: this process ends before their turn comes."""
+        self.stopped = True
+        for turns in self._models.values():
+            turns.refuse_all()
 
     def retain(self, models: Collection[str]) -> None:
         """Forgets all models but these, as soon as nobody waits for them or runs."""
