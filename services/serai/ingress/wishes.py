@@ -30,6 +30,7 @@ from serai.ingress.routing import Ask, prompt_head
 
 SESSION_KEY_CHARACTERS_MAX = 256
 PATTERNS_SHOWN_MAX = 20
+_NO_REQUIREMENTS = Requirements()
 
 
 class Wishes:
@@ -91,7 +92,7 @@ def _demands(headers: Mapping[str, str], caller: Caller) -> tuple[Requirements, 
     """What the request's headers say; its caller's list of providers is only made smaller by them."""
     require, providers = headers.get(REQUIRE_HEADER), headers.get(PROVIDERS_HEADER)
     if require is None and providers is None:
-        return Requirements(), caller.providers
+        return _NO_REQUIREMENTS, caller.providers
     try:
         return read_requirements(require), caller.providers.both(read_providers(providers))
     except BadHeader as error:
