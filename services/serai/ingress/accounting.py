@@ -11,15 +11,14 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-import orjson
 from opentelemetry.trace import Span
 
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.usage import Outcome, UsageRecord
-from serai.ingress import metrics
+from serai.ingress import genai, metrics
 from serai.ingress.call import Call
 from serai.ingress.caller import Caller
-from serai.ingress.endpoints import Endpoint
+from serai.ingress.endpoints import Body, Endpoint
 from serai.ingress.gpu_share import GpuShares
 from serai.ingress.openai_format import ApiError
 from serai.ingress.token_counts import NO_TOKENS, TokenCounts, guessed, told
@@ -198,10 +197,15 @@ class Accounting:
             attributes["gen_ai.usage.input_tokens"] = tokens.prompt
             attributes["gen_ai.usage.output_tokens"] = tokens.output
             attributes["gen_ai.usage.cache_read.input_tokens"] = tokens.cached
-        span.set_attributes(attributes | _asked(call))
+        span.set_attributes(attributes | genai.asked(call.body, stream=call.stream) | genai.answered(call.last_answer))
         if call.first_byte_s:
             span.add_event("first byte", timestamp=call.started_ns + round((call.first_byte_s - call.started_s) * 1e9))
         span.end(call.started_ns + round((now - call.started_s) * 1e9))
+
+
+def span_name(call: Call) -> str:
+    """By the GenAI conventions."""
+    return f"{call.endpoint.operation} {call.model[:_MODEL_CHARACTERS_MAX]}"
 
 
 def tokens_of(call: Call, status: int) -> TokenCounts:
@@ -212,36 +216,8 @@ def tokens_of(call: Call, status: int) -> TokenCounts:
         return NO_TOKENS
     if call.outcome is Outcome.COMPLETE and not call.stream:
         return NO_TOKENS
-    return guessed(len(call.body), call.events, call.tried[-1].metadata.context_tokens_max)
-
-
-_ASKED = {
-    "max_tokens": ("gen_ai.request.max_tokens", int),
-    "max_completion_tokens": ("gen_ai.request.max_tokens", int),
-    "max_output_tokens": ("gen_ai.request.max_tokens", int),
-    "temperature": ("gen_ai.request.temperature", float),
-    "top_p": ("gen_ai.request.top_p", float),
-    "top_k": ("gen_ai.request.top_k", int),
-    "seed": ("gen_ai.request.seed", int),
-    "frequency_penalty": ("gen_ai.request.frequency_penalty", float),
-    "presence_penalty": ("gen_ai.request.presence_penalty", float),
-    "n": ("gen_ai.request.choice.count", int),
-}
-"""Numbers only: what clients write in words is content."""
-
-
-def _asked(call: Call) -> dict[str, Any]:
-    """What a recorded request asked for. Only spans that are kept pay for reading its body again."""
-    try:
-        fields = orjson.loads(call.body)
-    except orjson.JSONDecodeError:
-        return {}  # A form.
-    found: dict[str, Any] = {"gen_ai.request.stream": call.stream}
-    for name, (attribute, kind) in _ASKED.items():
-        value = fields.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53:
-            found[attribute] = kind(value)
-    return found
+    text_bytes = len(call.body) if call.endpoint.body is Body.JSON else 0  # A file is no text.
+    return guessed(text_bytes, call.events, call.tried[-1].metadata.context_tokens_max)
 
 
 def _anonymous_id() -> str:

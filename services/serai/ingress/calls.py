@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind
 from serai.contracts.inference import FailureCode, InferenceFailure, InferenceRequest, ResponseHead
 from serai.contracts.session_record import SessionRecord
 from serai.ingress import continuation, metrics, retry, stream_usage
-from serai.ingress.accounting import Accounting, is_tracked
+from serai.ingress.accounting import Accounting, is_tracked, span_name
 from serai.ingress.admission import Admission, Turn
 from serai.ingress.answer_check import what_is_wrong
 from serai.ingress.call import Call, Outcome
@@ -54,7 +54,7 @@ log = structlog.get_logger()
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_TO_ENGINE = ("content-type", "accept")
+_TO_ENGINE = ("content-type", "accept", "tracestate")
 _HEADER_BYTES = range(1, 1024)
 """Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
 _TAIL_BYTES = 4096
@@ -177,7 +177,7 @@ class Calls:
             asked_model=asked.model,
             deadline_s=started_s + targets.timeout_s,
             priority=targets.priority,
-            prompt_tokens=prompt_tokens(request.body),
+            prompt_tokens=prompt_tokens(request.body) if endpoint.body is Body.JSON else 0,  # A file is no text.
             output_tokens_max=asked.output_tokens_max,
             outputs=asked.outputs,
             hides_usage=stream_usage.is_hidden(endpoint, asked.stream, request.body),
@@ -185,7 +185,7 @@ class Calls:
         )
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
-            call.span = self._tracing.start("ingress", parent, SpanKind.SERVER, started_ns)
+            call.span = self._tracing.start(span_name(call), parent, SpanKind.SERVER, started_ns)
             call.traceparent = context_of(call.span).traceparent
         elif parent is not None:
             call.traceparent = parent.traceparent
@@ -279,6 +279,7 @@ class Calls:
             headers=call.headers,
             stream=call.stream,
             traceparent=call.traceparent,
+            operation=call.endpoint.operation if call.traceparent else "",
         )
         return self._client.stream(record.session, len(call.tried), inference, body)
 
@@ -306,6 +307,8 @@ class Calls:
                 raise StreamFailed(InferenceFailure(FailureCode.ENGINE_PROTOCOL, wrong))
         call.first_byte_s = time.monotonic()
         call.usage = read_usage(body[-_TAIL_BYTES:])
+        if call.span is not None:
+            call.last_answer = body
         call.outcome = Outcome.COMPLETE
         attempt.answered(head.status, retry_after_s(headers))
         if line.out is not None:
@@ -372,6 +375,8 @@ class Calls:
             if not call.resumed:
                 self._chooser.streamed(call.tried[-1], call.usage, time.monotonic() - call.first_byte_s)
             call.events += 0 if call.usage else answer.events_in(stream.received_bytes)
+            if call.span is not None:
+                call.last_answer = answer.last + rest
             self._accounting.answering(call, 200, time.monotonic())
             answer.out.end(rest)
             return None
