@@ -342,7 +342,8 @@ class TestStream:
         ("broken", "kind"),
         [
             (b'data: {"error":{"message":"gone","type":"overloaded_error"}}\n\n' + DONE, "overloaded_error"),
-            (b'data: {"error":"gone"}\n\n', "api_error"),
+            (b'data: {"error":"gone"}\n\n' + chunk(content="more"), "api_error"),
+            (CALLS[1] + chunk(content="x") + CALLS[1] + finish() + DONE, "api_error"),
             (b'data: {"id": gone\n\n' + chunk(content="more") + finish() + DONE, "api_error"),
             (b'data: {"choices": 1}\n\n' + DONE, "api_error"),
             (chunk(tool_calls=[{"index": 0, "function": {"arguments": "{"}}]) + finish() + DONE, "api_error"),
