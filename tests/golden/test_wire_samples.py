@@ -66,6 +66,7 @@ _REQUEST = InferenceRequest(
     headers={"content-type": "application/json", "x-request-id": "6d1f0c5a9e3b4f27"},
     stream=True,
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    operation="chat",
 )
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
 _END = ResponseEnd(1234)
@@ -283,4 +284,5 @@ def test_the_numbers_of_closed_sets_are_never_used_again() -> None:
         "agent_silent",
         "frame_gap",
         "bus_lost",
+        "stopped",
     ]

@@ -73,8 +73,8 @@ def test_overhead_is_what_is_added_within_a_round() -> None:
 
 def test_hops_are_read_from_whole_traces_only(tmp_path: Path) -> None:
     def span(trace: str, name: str, start_ms: float, end_ms: float) -> str:
-        fields = {"trace_id": trace, "name": name, "start_ns": int(start_ms * 1e6), "end_ns": int(end_ms * 1e6)}
-        return json.dumps(fields)
+        times = {"start_ns": int(start_ms * 1e6), "end_ns": int(end_ms * 1e6)}
+        return json.dumps({"trace_id": trace, "attributes": {"serai.hop": name}} | times)
 
     lines = [
         span("a", "engine", 3, 5),

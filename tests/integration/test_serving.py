@@ -141,8 +141,21 @@ def test_one_request_is_one_trace_across_processes(small_system: System, monkeyp
     assert agent.terminate() == 0
     assert ingress.terminate() == 0
     spans = [json.loads(line) for line in trace_file.read_text().splitlines()]
-    mine = {span["name"]: span for span in spans if span["trace_id"] == trace}
-    assert set(mine) == {"ingress", "inference", "engine"}
+    mine = {span["attributes"]["serai.hop"]: span for span in spans if span["trace_id"] == trace}
+    assert {hop: span["name"] for hop, span in mine.items()} == {
+        "ingress": "chat m",
+        "inference": "inference",
+        "engine": "chat m",
+    }
+    said = mine["ingress"]["attributes"]
+    assert (said["gen_ai.operation.name"], said["gen_ai.request.model"]) == ("chat", "m")
+    assert (said["gen_ai.provider.name"], said["gen_ai.request.max_tokens"]) == ("emulated", 2)
+    assert said["gen_ai.usage.output_tokens"] == 2
+    assert said["gen_ai.usage.input_tokens"] > 0
+    assert said["gen_ai.response.finish_reasons"] == ["length"]
+    assert said["gen_ai.response.id"]
+    assert mine["engine"]["attributes"]["server.address"] == "127.0.0.1"
+    assert CHAT["messages"][0]["content"] not in trace_file.read_text(), "content stays out of traces"
     assert mine["ingress"]["parent_id"] == "b7ad6b7169203331"
     assert mine["inference"]["parent_id"] == mine["ingress"]["span_id"]
     assert mine["engine"]["parent_id"] == mine["inference"]["span_id"]

@@ -68,6 +68,8 @@ class Call:
     shares: list[Share] = field(default_factory=list)
     """Of its sessions' time."""
     is_recorded: bool = False
+    last_answer: bytes = b""
+    """Of a request whose span is kept: the answer, or its last events."""
     outcome: Outcome = Outcome.REFUSED
     error_code: str = ""
 

@@ -6,11 +6,10 @@ Every request that is here is in `_exchanges` and nowhere else: the in-flight co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
-from opentelemetry.trace import SpanKind
 from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, decode_frames
@@ -18,9 +17,10 @@ from serai.contracts.inference import FailureCode, Frame, FrameKind, InferenceRe
 from serai.runtime.bus import Message
 from serai.runtime.http1 import HttpPool, request_head
 from serai.runtime.metrics import Counts, Histograms
-from serai.runtime.telemetry import Tracing, context_of
+from serai.runtime.telemetry import Tracing
 from serai.worker_agent.exchange import Exchange
 from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.spans import RequestSpans
 
 log = structlog.get_logger()
 
@@ -61,8 +61,11 @@ class Desk:
         limits: DeskLimits,
         tracing: Tracing,
         engine_headers: dict[str, str],
+        about_engine: Mapping[str, str | int] | None = None,
     ) -> None:
+        """`about_engine`: attributes of the spans of what it does."""
         self._pool = pool
+        self._about_engine = about_engine or {}
         self._outbox = outbox
         self._limits = limits
         self._tracing = tracing
@@ -235,7 +238,11 @@ class Desk:
         request = exchange.request
         headers = request.headers | self._engine_headers if self._engine_headers else request.headers
         if request.traceparent:
-            headers["traceparent"] = request.traceparent
+            exchange.spans = RequestSpans.begin(self._tracing, request, exchange.received_ns)
+            traceparent = request.traceparent
+            if exchange.spans is not None:
+                traceparent = exchange.spans.post(self._about_engine, time.time_ns())
+            headers["traceparent"] = traceparent
         try:
             head = request_head(self._pool.origin, request.method, request.path, headers, exchange.body_bytes)
         except ValueError as error:
@@ -253,26 +260,9 @@ class Desk:
         REQUESTS.of(code or "ok").add()
         if exchange.first_byte_at_s:
             FIRST_BYTE.of().observe(exchange.first_byte_at_s - exchange.posted_at_s)
-        if exchange.request.traceparent:
-            self._trace(exchange, code)
+        if exchange.spans is not None:
+            offset_ns = exchange.received_ns - round(exchange.received_at_s * 1e9)
+            first_byte_ns = offset_ns + round(exchange.first_byte_at_s * 1e9) if exchange.first_byte_at_s else 0
+            exchange.spans.end(exchange.status, code or "", first_byte_ns, offset_ns + time.monotonic_ns())
         if not self._exchanges:
             self.on_empty()
-
-    def _trace(self, exchange: Exchange, code: FailureCode | None) -> None:
-        parent, sampled = self._tracing.incoming(exchange.request.traceparent)
-        if not sampled:
-            return
-        offset_ns = exchange.received_ns - round(exchange.received_at_s * 1e9)
-        end_ns = offset_ns + time.monotonic_ns()
-        span = self._tracing.start("inference", parent, SpanKind.CONSUMER, exchange.received_ns)
-        span.set_attribute("serai.request_id", exchange.request.request_id)
-        if code is not None:
-            span.set_attribute("error.type", str(code))
-        if exchange.posted_at_s:
-            posted_ns = offset_ns + round(exchange.posted_at_s * 1e9)
-            engine = self._tracing.start("engine", context_of(span), SpanKind.CLIENT, posted_ns)
-            engine.set_attribute("http.response.status_code", exchange.status)
-            if exchange.first_byte_at_s:
-                engine.add_event("first byte", timestamp=offset_ns + round(exchange.first_byte_at_s * 1e9))
-            engine.end(end_ns)
-        span.end(end_ns)

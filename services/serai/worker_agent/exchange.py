@@ -20,6 +20,7 @@ from serai.contracts.inference import (
 )
 from serai.runtime.http1 import BadAnswer, HttpConnection, HttpFailure
 from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.spans import RequestSpans
 
 DATA_FRAME_BYTES_MAX = 256 * 1024
 """A frame larger than this is split, so that one stream's burst cannot hold up the others' tokens."""
@@ -57,6 +58,7 @@ class Exchange:
         "reply",
         "request",
         "sent_bytes",
+        "spans",
         "status",
         "stream",
     )
@@ -81,6 +83,7 @@ class Exchange:
         self.connection: HttpConnection | None = None
         self.done = False
         self.status = 0
+        self.spans: RequestSpans | None = None
         self.received_at_s = now
         self.received_ns = time.time_ns()
         self.posted_at_s = 0.0

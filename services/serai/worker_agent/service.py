@@ -190,7 +190,13 @@ class WorkerAgent:
             engine_silence_s=settings.engine_silence_s,
         )
         outbox = Outbox(self._bus)
-        desk = self._desk = Desk(self._pool, outbox, limits, self._tracing, self._engine_headers)
+        about_engine: dict[str, str | int] = {
+            "gen_ai.provider.name": self.record.metadata.engine,
+            "gen_ai.request.model": self.record.metadata.engine_model,
+            "server.address": self._pool.origin.host,
+            "server.port": self._pool.origin.port,
+        }
+        desk = self._desk = Desk(self._pool, outbox, limits, self._tracing, self._engine_headers, about_engine)
         self._watchdog = Watchdog(
             desk,
             self._pool,

@@ -82,6 +82,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     headers: dict[str, str] = {}
     stream: bool = False
     traceparent: str = ""
+    operation: str = ""
+    """What it is called in traces: `gen_ai.operation.name`."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True):

@@ -15,13 +15,13 @@ SPANS = ("ingress", "inference", "engine")
 
 
 def read_spans(file: Path) -> dict[str, dict[str, float]]:
-    """Length in milliseconds by trace and span name. Lines that are no whole span are skipped: the writer may have
+    """Length in milliseconds by trace and hop. Lines that are no whole span are skipped: the writer may have
     been stopped in one."""
     lengths: dict[str, dict[str, float]] = defaultdict(dict)
     for line in file.read_text(errors="replace").splitlines():
         try:
             span = json.loads(line)
-            lengths[span["trace_id"]][span["name"]] = _length_ms(span)
+            lengths[span["trace_id"]][span["attributes"]["serai.hop"]] = _length_ms(span)
         except (ValueError, KeyError, TypeError):
             continue
     return lengths
