@@ -19,8 +19,10 @@ from serai.runtime.nats_bus import NatsAddress, NatsBus
 
 PAGE = Path(__file__).parents[2] / "docs" / "request-path.md"
 BODY = (
-    b'{"model":"org/m-1.5:8b", "messages":[{"role":"user","content":"hi"}],  "max_tokens":3,"stream":true,"extra":[1]}'
+    b'{"model":"org/m-1.5:8b", "messages":[{"role":"user","content":"hi"}],  "max_tokens":3,"stream":true,'
+    b'"stream_options":{"include_usage":true},"extra":[1]}'
 )
+"""It asks for usage itself: the ingress would have to, otherwise, and so change the body."""
 
 
 class Tap:
@@ -115,7 +117,8 @@ def relay(tap: Tap, answer: httpx2.Response) -> None:
     data = b"".join(frame.payload for _, frame in tap.frames(FrameKind.DATA))
     assert answer.content == data, "the client reads the engine's bytes"
     contents = [orjson.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
-    assert sum(bool(c["choices"][0]["delta"].get("content")) for c in contents) == 3
+    assert sum(bool(c["choices"] and c["choices"][0]["delta"].get("content")) for c in contents) == 3
+    assert contents[-1]["usage"]["completion_tokens"] == 3
 
 
 def end(tap: Tap, answer: httpx2.Response) -> None:
