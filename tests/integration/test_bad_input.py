@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from integration.system import Process, System
+from serai.ingress.access import StoredKey, hashed, new_key, write_keys
 from serai.worker_agent.engine.process import free_port
 
 
@@ -49,6 +51,22 @@ def test_every_kind_of_bad_request_is_told_what_is_wrong(small_system: System) -
         answer = client.get("/v1/chat/completions")
         assert answer.status_code == 405
         assert "POST" in answer.json()["error"]["message"]
+
+
+def test_an_expired_key_is_told_so_and_others_go_on(system: System) -> None:
+    key, then = new_key(), datetime(2026, 1, 31, tzinfo=UTC)
+    keys = [StoredKey("test", hashed(system.key)), StoredKey("old", hashed(key), expires=then)]
+    write_keys(system.folder / "keys.json", keys)
+    system.start_registry()
+    system.start_ingress()
+    system.start_agent()
+    system.wait_for_sessions(1)
+    asked = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
+    status, error = error_of(system, asked, Authorization=f"Bearer {key}")
+    assert (status, error["code"]) == (401, "expired_api_key")
+    assert "expired on 2026-01-31" in error["message"]
+    with system.client() as client:
+        assert client.post("/v1/chat/completions", content=asked).status_code == 200
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_sent(system: System) -> None:
