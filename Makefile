@@ -9,7 +9,7 @@ STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
 
-.PHONY: help setup up smoke test check unit simulation simulate integration test-slurm peers bench lock clean
+.PHONY: help setup up smoke test check unit simulation simulate integration clients test-clients test-slurm peers bench lock clean
 
 help:
 	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
@@ -21,6 +21,8 @@ help:
 	@echo "make simulation tests of whole clusters in virtual time (seconds)"
 	@echo "make simulate   the real services under random faults; a failing run again: SEED=123"
 	@echo "make integration tests with real NATS, engines and processes"
+	@echo "make clients     install the tested client libraries into .clients"
+	@echo "make test-clients conversations of all of them, OpenAI's own tests, and the API document held against the API"
 	@echo "make test-slurm  tests on a real Slurm on this machine (installs slurm-wlm with apt-get; needs root)"
 	@echo "make peers       install other gateways into .peers, for serai bench gateway"
 	@echo "make bench       the two benchmarks of the request path, in full"
@@ -42,7 +44,7 @@ up: setup
 smoke: setup
 	$(BIN)/python tests/smoke.py
 
-test: check unit simulation integration smoke
+test: check unit simulation integration test-clients smoke
 
 check: setup
 	$(BIN)/ruff check .
@@ -61,6 +63,31 @@ simulate: setup
 
 integration: setup
 	$(BIN)/pytest tests/integration -m "not slurm"
+
+# The clients live apart from us and from each other's kind: Python, Node.js (which comes as a wheel), schemathesis.
+clients: .clients/python/.installed .clients/node/.installed .clients/contract/.installed .clients/openai-python/.installed
+
+.clients/%/.installed: deploy/clients/%.txt
+	$(PYTHON) -m venv .clients/$*
+	.clients/$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $<
+	@touch $@
+
+.clients/node/.installed: deploy/clients/package.json deploy/clients/package-lock.json .clients/python/.installed
+	mkdir -p .clients/node
+	cp deploy/clients/package.json deploy/clients/package-lock.json .clients/node
+	cd .clients/node && PATH="$(CURDIR)/.clients/python/bin:$$PATH" npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+# OpenAI's own tests of its library come with the library's source.
+.clients/openai-python/.installed: deploy/clients/python.txt .clients/python/.installed
+	rm -rf .clients/openai-python && mkdir -p .clients/openai-python
+	.clients/python/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary openai \
+	  --dest .clients/openai-python "$$(grep '^openai==' $<)"
+	tar -xzf .clients/openai-python/openai-*.tar.gz -C .clients/openai-python --strip-components=1 --wildcards '*/tests/*'
+	@touch $@
+
+test-clients: setup clients
+	SERAI_REQUIRE_CLIENTS=1 $(BIN)/pytest tests/clients
 
 test-slurm: setup
 	command -v slurmctld munged >/dev/null || { apt-get update -qq && \
@@ -88,4 +115,4 @@ lock:
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 
 clean:
-	rm -rf $(VENV) .peers $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers .clients $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
