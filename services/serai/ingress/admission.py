@@ -20,7 +20,7 @@ from serai.ingress.openai_format import ApiError
 from serai.ingress.patterns import ByPattern
 from serai.ingress.queueing import RETRY_AFTER_MAX_S, Arrived, Ended, Refusal, Refuse
 from serai.ingress.shared_limits import BudgetUnknown, SharedLimits
-from serai.ingress.token_counts import guessed, told
+from serai.ingress.token_counts import told
 from serai.ingress.turns import ModelTurns, NotServed, Turns
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -273,5 +273,5 @@ def _used(call: Call, error: BaseException | None) -> tuple[int, int]:
     gone = error is not None
     if not call.tried or call.status >= 400 or not call.endpoint.streams or not (gone or call.stream):
         return 0, 0
-    counts = guessed(len(call.body), call.events, call.tried[-1].metadata.context_tokens_max)
-    return counts.prompt, counts.output
+    context = call.tried[-1].metadata.context_tokens_max
+    return min(call.prompt_tokens, context) if context else call.prompt_tokens, call.events
