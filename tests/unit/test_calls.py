@@ -622,6 +622,23 @@ def test_a_client_that_waits_for_events_hears_that_its_request_lives(
     serve({"s1": SILENT}, talk, endpoints=native)
 
 
+def test_signs_of_life_are_translated_with_the_rest(serve: Serve, clock: Clock) -> None:
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        reader, writer = client
+        body = b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":"x"}]}'
+        writer.write(post(body, path="/v1/messages"))
+        await asked(bus)
+        passes(ingress, clock, 15)
+        assert (await answer_head(reader))[0] == 200
+        assert (await answer_chunk(reader)).endswith(b'event: ping\ndata: {"type":"ping"}\n\n')
+        say(bus, error(FailureCode.ENGINE_SILENT))
+        problem = await answer_chunk(reader)
+        assert problem.startswith(b'event: error\ndata: {"type":"error"')
+        assert await answer_chunk(reader) == b""
+
+    serve({"s1": SILENT}, talk, endpoints=[CHAT])
+
+
 def test_who_does_not_wait_for_events_is_left_in_peace(serve: Serve, clock: Clock) -> None:
     async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
         client[1].write(post(b'{"model":"m"}', path=CHAT))
