@@ -101,15 +101,19 @@ def test_an_answer_is_the_same_whole_and_streamed_and_broken_streams_go_on(small
         wait_for(lambda agent=agent: is_idle(small_system, agent), "nothing is left", 5)
 
 
-def test_a_client_that_leaves_frees_the_engine(small_system: System) -> None:
-    agent = small_system.start_agent("--tpot-ms", "20", "--answer-tokens", "5000")
-    asked = {"model": "m", "stream": True, "max_tokens": 5000} | {"messages": ASKED["/v1/messages"]["messages"]}
-    with small_system.client() as client, client.stream("POST", "/v1/messages", json=asked) as answer:
+def test_a_client_that_leaves_frees_the_engine_and_one_that_waits_is_told_so(system: System) -> None:
+    system.start_registry()
+    system.start_ingress("--keep-alive-s", "0.5")
+    agent = system.start_agent("--ttft-ms", "2000", "--tpot-ms", "20", wait=False)
+    system.wait_for_sessions(1)
+    asked = ASKED["/v1/messages"] | {"model": "m", "stream": True, "max_tokens": 5000}
+    with system.client() as client, client.stream("POST", "/v1/messages", json=asked) as answer:
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
         events = events_of(answer.iter_lines())
-        next(events)
-        assert not is_idle(small_system, agent)
-    wait_for(lambda: is_idle(small_system, agent), "the engine is free", 2)
+        assert next(events) == ("ping", {"type": "ping"})
+        assert next(name for name, _ in events if name != "ping") == "message_start"
+        assert not is_idle(system, agent)
+    wait_for(lambda: is_idle(system, agent), "the engine is free", 2)
 
 
 def test_an_engine_that_has_them_is_asked_itself(small_system: System) -> None:
