@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 
@@ -16,6 +17,8 @@ from serai.ingress.request_body import read_body
 from serai.ingress.translated import _TRANSLATED
 from serai.runtime.http1 import HttpPool, Origin
 from serai.worker_agent.engine import served_paths as served_paths_module
+from serai.worker_agent.engine.base import NotServing
+from serai.worker_agent.engine.readiness import canary
 from serai.worker_agent.engine.served_paths import served_paths
 
 RERANK = BY_PATH["/v2/rerank"]
@@ -67,10 +70,18 @@ def test_forms_are_taken_only_where_they_belong() -> None:
 # -- an agent that looks ---------------------------------------------------------------------------------------------
 
 Answers = Callable[[str, str], tuple[int, bytes] | None]
+T = TypeVar("T")
 
 
 def look(answers: Answers) -> tuple[list[str], Counter[str]]:
     """What is found at an engine that answers (method, path) so, and how often it was asked what; None: never."""
+    return at_engine(answers, lambda pool: served_paths(pool, {}), empty=True)
+
+
+def at_engine(
+    answers: Answers, ask: Callable[[HttpPool], Awaitable[T]], *, empty: bool = False
+) -> tuple[T, Counter[str]]:
+    """What `ask` finds there; `empty`: no request may have a body."""
     asked = Counter[str]()
     served = []
 
@@ -81,7 +92,9 @@ def look(answers: Answers) -> tuple[list[str], Counter[str]]:
             except (asyncio.IncompleteReadError, ConnectionError):
                 break
             method, path = head.split(b" ")[:2]
-            assert b"content-length: 0\r\n" in head, "nothing to compute"
+            length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+            assert not (empty and length), "nothing to compute"
+            await reader.readexactly(length)
             asked[f"{method.decode()} {path.decode()}"] += 1
             answer = answers(method.decode(), path.decode())
             if answer is not None:
@@ -93,11 +106,11 @@ def look(answers: Answers) -> tuple[list[str], Counter[str]]:
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         served.append(asyncio.ensure_future(serve(reader, writer)))
 
-    async def main() -> list[str]:
+    async def main() -> T:
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         pool = HttpPool(Origin("127.0.0.1", server.sockets[0].getsockname()[1]))
         try:
-            return await served_paths(pool, {})
+            return await ask(pool)
         finally:
             await pool.aclose()
             await asyncio.gather(*served)
@@ -134,3 +147,10 @@ def test_an_engine_that_does_not_answer_is_left_in_peace(monkeypatch: pytest.Mon
     found, asked = look(lambda method, path: (404, b"") if method == "GET" else None)
     assert found == [], "not known"
     assert asked.total() == 2
+
+
+def test_an_engine_that_cannot_generate_serves_all_the_same() -> None:
+    _, asked = at_engine(lambda method, path: (501, b"{}"), lambda pool: canary(pool, "m", {}))
+    assert asked.total() == 2
+    with pytest.raises(NotServing, match="503"):
+        at_engine(lambda method, path: (503, b"{}"), lambda pool: canary(pool, "m", {}))
