@@ -144,11 +144,13 @@ def test_errors_have_the_form_of_the_dialect(small_system: System) -> None:
         with small_system.engine(agent) as engine:
             engine.post("/emulator/faults", json={"kind": "status", "status": 400, "count": 1}).raise_for_status()
         refused = client.post("/v1/messages", json=ASKED["/v1/messages"] | {"model": "m"})
+        counted = client.post("/v1/messages/count_tokens", json={"model": "m", **ASKED["/v1/messages"]})
         stateful = client.post("/v1/responses", json={"model": "m", "input": "hi", "store": True})
     assert [answer.status_code for answer in (nobody, unknown, refused, stateful)] == [401, 404, 400, 400]
     for answer, kind in ((nobody, "authentication"), (unknown, "not_found"), (refused, "invalid_request")):
         assert answer.json()["type"] == "error"
         assert answer.json()["error"]["type"] == f"{kind}_error"
+    assert counted.json()["input_tokens"] > 0, counted.text
     assert stateful.json()["error"]["param"] == "store"
 
 

@@ -235,3 +235,36 @@ class TestStreams:
         client.is_gone = True
         with pytest.raises(ClientGone):
             stream.send(chunk(content="x"))
+
+
+class TestTokenCounts:
+    PATH = "/v1/messages/count_tokens"
+    PATHS = ("/v1/chat/completions", "/tokenize")
+
+    @pytest.mark.parametrize(("engine", "through"), [("vllm", "/tokenize"), ("llamacpp", PATH), ("sglang", PATH)])
+    def test_only_an_engine_that_renders_the_conversation_counts_it(self, engine: str, through: str) -> None:
+        records = [record_of(engine=engine, endpoints=self.PATHS)]
+
+        assert as_served(FakeClient(), BY_PATH[self.PATH], lambda model: records)[1] is BY_PATH[through]
+
+    def test_a_count(self) -> None:
+        words = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+        user = {"role": "user", "content": words}
+        client = FakeClient(orjson.dumps({"model": "m", "system": "Be", "messages": [user]}))
+        request, _ = as_served(client, BY_PATH[self.PATH], lambda model: [])
+        said = [{"role": "system", "content": "Be"}, user]
+        assert orjson.loads(request.body) == {"model": "m", "messages": said}
+
+        request.respond(200, HEADERS, b'{"count": 7, "tokens": [1]}')
+        assert client.object == {"input_tokens": 7}
+        for nothing in (b"{", b"[]", b'{"tokens": []}'):
+            with pytest.raises(ApiError):
+                request.respond(200, HEADERS, nothing)
+
+    def test_images_are_not_counted(self) -> None:
+        image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+        client = FakeClient(orjson.dumps({"model": "m", "messages": [{"role": "user", "content": [image]}]}))
+        request, _ = as_served(client, BY_PATH[self.PATH], lambda model: [])
+
+        with pytest.raises(ApiError, match="image"):
+            _ = request.body

@@ -14,6 +14,7 @@ import orjson
 
 from serai.contracts.session_record import SessionRecord
 from serai.ingress.anthropic_messages import request as messages_request
+from serai.ingress.anthropic_messages import token_counts
 from serai.ingress.anthropic_messages.answer import MessageAnswer
 from serai.ingress.chat_answer import ChatReader, Piece, read_answer, read_error_body
 from serai.ingress.dialects import error_body, request_id_headers
@@ -43,11 +44,22 @@ class Translation:
     chat_request: Callable[[dict[str, Any]], dict[str, Any]]
     answer: Callable[[dict[str, Any]], Answer]
     """Of one request. Both raise orjson.JSONEncodeError for what is too deep to be written."""
+    through: Endpoint = CHAT
+    read: Callable[[bytes, str], list[Piece]] = read_answer
+    engines: frozenset[str] | None = None
+    """Those whose `through` can be asked this; None: all."""
 
 
 _TRANSLATED = {
     "/v1/messages": Translation(messages_request.chat_request, MessageAnswer),
     "/v1/responses": Translation(responses_request.chat_request, ResponseAnswer),
+    "/v1/messages/count_tokens": Translation(
+        token_counts.tokenize_request,
+        token_counts.CountAnswer,
+        through=BY_PATH["/tokenize"],
+        read=token_counts.read_count,
+        engines=frozenset({"vllm", "emulated"}),
+    ),
 }
 _BETTER_TRANSLATED = frozenset({("llamacpp", "/v1/responses")})
 """Engines whose own endpoint no client can rely on. llama.cpp's tells an answer that was cut as complete, drops what it
@@ -58,7 +70,7 @@ def as_served(
     request: ClientRequest, endpoint: Endpoint, serving: Callable[[str], Sequence[SessionRecord]]
 ) -> tuple[ClientRequest, Endpoint]:
     """`request` as it is, where all sessions of its model are known to have the endpoint themselves; otherwise, where
-    that can be, as one for chat completions. `serving` tells a model's sessions."""
+    that can be, as one for another endpoint. `serving` tells a model's sessions."""
     translation = _TRANSLATED.get(endpoint.path)
     if translation is None:
         return request, endpoint
@@ -69,7 +81,9 @@ def as_served(
         return request, endpoint  # Whoever answers finds the same, and accounts for it.
     if records and all(_has(record, endpoint) for record in records):
         return request, endpoint
-    return TranslatedRequest(request, endpoint.dialect, translation, fields), CHAT
+    if translation.engines is not None and not all(record.metadata.engine in translation.engines for record in records):
+        return request, endpoint
+    return TranslatedRequest(request, endpoint.dialect, translation, fields), translation.through
 
 
 def _has(record: SessionRecord, endpoint: Endpoint) -> bool:
@@ -78,7 +92,7 @@ def _has(record: SessionRecord, endpoint: Endpoint) -> bool:
 
 
 class TranslatedRequest:
-    """A client's request, as chat completions; its answer, as its client asked for it."""
+    """A client's request, in another endpoint's words; its answer, as its client asked for it."""
 
     __slots__ = ("_answer", "_body", "_client", "_dialect", "_fields", "_translation")
 
@@ -114,7 +128,7 @@ class TranslatedRequest:
             error.request_id = request_id
             told = error_body(self._dialect, error)
         else:
-            told = _written(self._answer.whole(read_answer(body, request_id)))
+            told = _written(self._answer.whole(self._translation.read(body, request_id)))
         self._client.respond(status, {**headers} | self._names(request_id) | _JSON, told)
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
