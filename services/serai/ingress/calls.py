@@ -119,7 +119,7 @@ class Calls:
             line.out.end(broken_end(endpoint.dialect, error, b""))
         except (asyncio.CancelledError, ClientGone):
             call.outcome = Outcome.CANCELLED
-            metrics.CANCELLED.labels(call.model).inc()
+            metrics.CANCELLED.labels(call.model if call.tried else "unknown").inc()
             raise
         finally:
             self._accounting.ended(call, status, time.monotonic())

@@ -72,6 +72,9 @@ LIMITED = Counts(
     "Requests refused by a limit of their key or project, by limit",
     ["limit"],
 )
+DENIED = Counts(
+    "serai_ingress_denied", "Requests of whom nobody knows, or who may not ask at all: in no usage record", ["status"]
+)
 
 _BY_MODEL = (REQUESTS, OUTCOMES, TTFT, DURATION, TPOT, TOKENS, QUEUE_WAIT, REFUSALS)
 _LIBRARY_BY_MODEL = (FAILURES, RETRIES, BROKEN_STREAMS, CONTINUATIONS, CANCELLED, QUEUE_DEPTH)

@@ -311,7 +311,11 @@ class Ingress:
         authorization = request.headers.get("authorization")
         if authorization is None and (key := request.headers.get("x-api-key")):
             authorization = f"Bearer {key}"  # As Anthropic's clients send it.
-        return self._access.known(authorization) or await self._access.caller(authorization)
+        try:
+            return self._access.known(authorization) or await self._access.caller(authorization)
+        except ApiError as error:
+            metrics.DENIED.of(str(error.status)).add()
+            raise
 
 
 def _asks_for_all(request: HttpRequest) -> bool:
