@@ -151,7 +151,8 @@ async def whole_instead_of_stream(stage: Stage) -> Finding:
     answer = await stage.ask(body_of(stream=True))
     is_stream = "event-stream" in answer.headers.get("content-type", "")
     told = (answer.status >= 500 and answer.error is not None) or (is_stream and answer.is_done)
-    return Finding(told, f"{answer.status} {answer.headers.get('content-type', '')}, {_how_told(answer)}")
+    how = "made into a stream" if is_stream and answer.is_done else _how_told(answer)
+    return Finding(told, how)
 
 
 async def broken_unary(stage: Stage) -> Finding:

@@ -1,14 +1,16 @@
 """`serai bench faults`: the same faults for Serai and for each peer that is installed, in one run, as a table.
 
 Each gateway stands before two scripted engines of its own. A case is a fault, what a client does, and a plain rule for
-what it must see. While it is played a stream of somebody else runs beside, which must not be harmed. Gateways are
-played side by side, a gateway's cases one after the other; between them both engines are seen to be in use again.
+what it must see. While it is played a stream of somebody else runs beside, which must not be harmed. Gateways take
+turns, one case each; only those that mostly wait are played side by side. Between two cases of a gateway both of its
+engines are seen to be in use again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import sys
 import time
@@ -112,7 +114,8 @@ async def _play_all(stand: FleetStand, cases: Sequence[Case], names: Sequence[st
         raise BenchFailed("Serai did not come up")
     up = [one for one, is_up in zip(stages, ups, strict=True) if is_up]
     say(f"ready: {', '.join(one.name for one in up)}")
-    await asyncio.gather(*[_play_cases(one, cases, findings, notes) for one in up])
+    turn = asyncio.Lock()  # What one case takes of the machine must not count as another's delay.
+    await asyncio.gather(*[_play_cases(one, cases, findings, notes, turn) for one in up])
     notes += [f"{one.name} was started anew {one.restarts} times to come round" for one in up if one.restarts]
     return findings, notes
 
@@ -129,7 +132,9 @@ def _stages(stand: FleetStand, names: Sequence[str]) -> list[Stage]:
     return stages
 
 
-async def _play_cases(one: Stage, cases: Sequence[Case], findings: Findings, notes: list[str]) -> None:
+async def _play_cases(
+    one: Stage, cases: Sequence[Case], findings: Findings, notes: list[str], turn: asyncio.Lock
+) -> None:
     for case in cases:
         try:
             await one.settle()
@@ -137,7 +142,8 @@ async def _play_cases(one: Stage, cases: Sequence[Case], findings: Findings, not
             say(str(failure))
             notes.append(f"{failure}; its cases from {case.name} on are missing")
             return
-        finding = await play(one, case)
+        async with turn if case.quick else contextlib.nullcontext():
+            finding = await play(one, case)
         findings[case.name][one.name] = finding
         say(f"{one.name:12} {case.name:26} {'ok  ' if finding.holds else 'FAIL'} {finding.text}")
 

@@ -56,7 +56,7 @@ class Gateway:
 class SeraiGateway(Gateway):
     """NATS, registry, ingress, and an agent for each engine."""
 
-    settle_s = 0.2  # Only its ingress is started anew, which takes no longer.
+    settle_s = 0.5  # Only its ingress is started anew, which takes no longer.
 
     def __init__(self, stand: FleetStand, engines: Sequence[ScriptedEngine]) -> None:
         super().__init__("serai", free_port(), {})
