@@ -20,9 +20,13 @@ class Sessions:
         self.changes = 0
         self.looks = 0
         self.is_gap = False
+        self.is_expected = True
 
     def serves(self, model: str, now: float) -> bool:
         return not self.is_gap
+
+    def expects(self, model: str) -> bool:
+        return self.is_expected
 
     def capacity(self, model: str, now: float) -> int | None:
         self.looks += 1
@@ -149,6 +153,19 @@ def test_a_gap_is_waited_out_for_so_long_and_no_longer() -> None:
         sessions.is_gap, sessions.room = False, 1
         await waiting
         ended(turns, "b")
+
+    run(sessions, main)
+
+
+def test_when_the_last_session_has_left_nobody_waits_on() -> None:
+    sessions = Sessions(0)
+    sessions.is_gap, sessions.is_expected = True, False
+
+    async def main(turns: ModelTurns, _: Turns) -> None:
+        began_s = now()
+        with pytest.raises(NotServed):
+            await turns.wait(Arrived("a"))
+        assert now() - began_s < 0.2
 
     run(sessions, main)
 

@@ -39,7 +39,6 @@ class Admission:
 
     def __init__(self, bus: Bus, copy: RegistryCopy, chooser: Chooser, limiter: Limiter, shared: SharedLimits) -> None:
         self._bus = bus
-        self._copy = copy
         self._chooser = chooser
         self._limiter = limiter
         self._shared = shared
@@ -118,7 +117,7 @@ class Admission:
         """Where the call has to wait for its turn; None where waiting is of no use: nobody knows the model, or NATS is
         gone, so that the next step says what is wrong."""
         found = self.turns.get(call.model)
-        if found is None and (self._copy.replica.knows_model(call.model)):
+        if found is None and self._chooser.expects(call.model):
             found = self.turns.make(call.model)
         if found is not None and not self._bus.connected:
             return None
@@ -142,6 +141,10 @@ class Admission:
             begin_by_s,
             caller.weight,
         )
+
+    def is_gone(self, call: Call, now: float) -> bool:
+        """The last session of the model has left: the next step says so."""
+        return not self._chooser.serves(call.model, now) and not self._chooser.expects(call.model)
 
     def with_gap(self, asked: Arrived, call: Call, now: float) -> Arrived:
         """While no session serves the model, it waits no longer for one than is worth it."""
@@ -213,12 +216,16 @@ class Turn:
         turns.look(now)
         self._began_s = now
         if not turns.queue.go(asked, now):
+            if admission.is_gone(call, now):
+                return
             asked = admission.with_gap(asked, call, now)
             try:
                 await turns.wait(asked)
             except NotServed as refused:
                 now = time.monotonic()
                 self._waited(turns, now)
+                if admission.is_gone(call, now):
+                    return
                 raise admission.refused(call, refused.refuse, now) from None
             self._began_s = time.monotonic()
         self._turns, self._asked = turns, asked

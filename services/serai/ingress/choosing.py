@@ -170,6 +170,10 @@ class Chooser:
         """Whether any session may have requests for `model` now."""
         return bool(self._replica.routable(model, now))
 
+    def expects(self, model: str) -> bool:
+        """Whether a session of `model` is there that has not left, whatever keeps it from serving."""
+        return self._replica.knows_model(model)
+
     def capacity(self, model: str, now: float) -> int | None:
         """How many requests of `model` this ingress may have out at once, all in all; None = no limit."""
         records = self._replica.routable(model, now)

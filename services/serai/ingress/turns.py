@@ -40,6 +40,8 @@ class Sessions(Protocol):
 
     def serves(self, model: str, now: float) -> bool: ...
 
+    def expects(self, model: str) -> bool: ...
+
     def capacity(self, model: str, now: float) -> int | None: ...
 
 
@@ -182,6 +184,8 @@ class ModelTurns:
         self._handle(Capacity(self._sessions.capacity(self.model, now)))
         if self._sessions.serves(self.model, now):
             self._gap_since_s = None
+        elif not self._sessions.expects(self.model):
+            self._handle(Closed(GAP_RETRY_AFTER_S))
         elif self._gap_since_s is None:
             self._gap_since_s = now
         elif now - self._gap_since_s >= self.settings.gap_max_s:
