@@ -173,7 +173,8 @@ def test_an_engines_own_error_has_no_tokens() -> None:
     async def talk(kept: Kept) -> None:
         await kept.ask(b'{"model":"m"}')
         (record,) = kept.records
-        assert (record.status, record.prompt_tokens, record.tokens_estimated) == (400, 0, False)
+        assert (record.outcome, record.status) == (Outcome.FAILED, 400)
+        assert (record.prompt_tokens, record.tokens_estimated) == (0, False)
 
     run({"s1": whole(400, b'{"error":{"message":"no"}}')}, talk)
 

@@ -309,7 +309,7 @@ class Calls:
         call.usage = read_usage(body[-_TAIL_BYTES:])
         if call.span is not None:
             call.last_answer = body
-        call.outcome = Outcome.COMPLETE
+        call.outcome = Outcome.COMPLETE if head.status < 400 else Outcome.FAILED
         attempt.answered(head.status, retry_after_s(headers))
         if line.out is not None:
             raise _no_events(head.status, body)

@@ -9,7 +9,7 @@ from serai.ingress.openai_format import ApiError
 from serai.ingress.sent_events import Transcript
 from serai.ingress.splice import Splice
 from serai.ingress.sse_relay import SseRelay
-from serai.ingress.stream_usage import without_usage_event
+from serai.ingress.stream_usage import CHOICES_LAST, without_usage_event
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class EventAnswer:
         events = self.relay.feed(data)
         if self.splice is not None:
             events = self.splice.edit(events)
-        if self.hides_usage:
+        if self.hides_usage and not events.endswith(CHOICES_LAST):
             events = without_usage_event(events)
         if events:
             self.last = events

@@ -10,6 +10,8 @@ import orjson
 
 from serai.ingress.endpoints import Body, Dialect, Endpoint
 
+CHOICES_LAST = b"}]}\n\n"
+"""Nearly all events end so, and say by that that they are not the usage: a quick look, once per token."""
 _OPTIONS = b'"stream_options"'
 _OPTIONS_OBJECT = re.compile(_OPTIONS + rb"\s*:\s*\{(\s*\})?")
 _ASK = b'"include_usage":true'
@@ -50,9 +52,8 @@ def _asks(options: Any) -> bool:
 
 
 def without_usage_event(events: bytes) -> bytes:
-    """Whole events without those that have nothing but the usage: the others as they came. Once per token: nearly all
-    events end with their choices, and say by that that they are not it."""
-    if events.endswith(_CHOICES_LAST) or not (b'"usage":{' in events or b'"usage": {' in events):
+    """Whole events without those that have nothing but the usage: the others as they came."""
+    if b'"usage":{' not in events and b'"usage": {' not in events:
         return events
     kept = [event for event in _EVENT.findall(events) if b'"usage"' not in event or not _has_only_usage(event)]
     return b"".join(kept)
