@@ -54,7 +54,7 @@ def alive(pid: int) -> bool:
 def test_it_serves_restarts_what_fails_keeps_its_key_and_leaves_nothing_running(tmp_path: Path) -> None:
     with up(tmp_path, "--agents", "2") as (process, facts):
         assert set(facts["pids"]) == {
-            "nats", "registry", "ingress", "agent-0", "agent-1", "engine-0", "engine-1"
+            "nats", "registry", "ingress", "ledger", "agent-0", "agent-1", "engine-0", "engine-1"
         }  # fmt: skip
         assert ask(facts).status_code == 200
         printed = (tmp_path / "up.out").read_text()
@@ -86,6 +86,13 @@ def test_it_serves_restarts_what_fails_keeps_its_key_and_leaves_nothing_running(
     with up(tmp_path) as (process, second):
         assert second["key"] == facts["key"]
         assert ask(second).status_code == 200
+        wait_for(lambda: requests_in_ledger(tmp_path) == 3, "all three requests are in the ledger")
+
+
+def requests_in_ledger(state: Path) -> int:
+    command = [*UP[:3], "usage", "--by", "model", "--format", "json"]
+    ran = subprocess.run(command, env=os.environ | {"SERAI_STATE": str(state)}, capture_output=True, check=True)
+    return sum(line["requests"] for line in json.loads(ran.stdout))
 
 
 def test_an_engine_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -110,6 +117,7 @@ def test_two_sites_on_one_machine_serve_each_others_models(tmp_path: Path) -> No
                 [*UP[:3], *tool, "--nats-nkey-file", site["tools_nkey_file"]], capture_output=True, check=True
             )
             assert {row["site"] for row in json.loads(ran.stdout)["sessions"]} == {"site-1", "site-2"}
+        wait_for(lambda: requests_in_ledger(tmp_path) == 8, "the requests of both sites, each once")
         printed = (tmp_path / "up.out").read_text()
         assert all(f"{site['url']}/v1  ({site['site']})" in printed for site in facts["sites"])
     assert process.returncode == 0
