@@ -132,7 +132,7 @@ def test_an_ingress_that_takes_a_cut_stream_for_whole_is_caught(monkeypatch: pyt
     class Credulous(SseRelay):
         done = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
 
-    monkeypatch.setattr(calls, "SseRelay", Credulous)
+    monkeypatch.setattr(calls, "relay_of", lambda dialect: Credulous())
     kinds = (FaultKind.ENGINE_CUT, FaultKind.KILL_ENGINE)
     result = fault_run(1, FaultPlan(duration_s=20.0, fault_every_s=1.0, kinds=kinds))
     assert any("as if it were whole" in text for text in result.violations), result.line
