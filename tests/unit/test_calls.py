@@ -699,3 +699,14 @@ def test_an_error_that_comes_after_a_sign_of_life_is_an_event(
         assert status == 200, "the connection can be used again"
 
     serve({"s1": SILENT, "s2": STREAMED}, talk, endpoints=[path, "/v1/completions"])
+
+
+def test_a_stream_that_came_in_one_piece_says_nothing_of_a_sessions_speed(serve: Serve) -> None:
+    told_usage = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":10,"total_tokens":11}}\n\n'
+
+    async def talk(client: Client, bus: AgentsBus, ingress: Ingress) -> None:
+        assert (await ask(client))[0] == 200
+        assert ingress._chooser.speeds._measured == {}
+
+    whole_stream = EVENT + told_usage + DONE
+    serve({"s1": [head(), data(whole_stream), end(len(whole_stream))]}, talk)

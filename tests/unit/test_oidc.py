@@ -53,8 +53,10 @@ class FakeIssuer:
         self.asked.append(request.path)
         if self.delay is not None:
             await self.delay.wait()
-        if self.status != 200:
-            return web.Response(status=self.status, headers={"location": "/elsewhere"})
+        if self.status == 302 and request.path.startswith("/.well-known"):
+            return web.Response(status=302, headers={"location": "/elsewhere"})  # Where the same is said.
+        if self.status >= 500:
+            return web.Response(status=self.status)
         if self.body is not None:
             return web.Response(body=self.body)
         if request.path == "/keys":

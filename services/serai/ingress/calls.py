@@ -372,7 +372,7 @@ class Calls:
             attempt.answered(200)
             call.usage = answer.usage()
             call.outcome = Outcome.COMPLETE
-            if not call.resumed:
+            if call.first_byte_s and not call.resumed:
                 self._chooser.streamed(call.tried[-1], call.usage, time.monotonic() - call.first_byte_s)
             call.events += 0 if call.usage else answer.events_in(stream.received_bytes)
             if call.span is not None:
