@@ -93,7 +93,7 @@ def test_every_misbehaviour_of_an_engine_has_an_honest_end_and_harms_nobody_else
 
 
 @contextmanager
-def scripted(system: System, script: Script) -> Iterator[ScriptedEngine]:
+def scripted(system: System, script: Script, *more_flags: str) -> Iterator[ScriptedEngine]:
     """A session whose engine obeys `script` for requests that are marked."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -106,7 +106,7 @@ def scripted(system: System, script: Script) -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine(free_port())
     engine.script = script
     there(engine.start())
-    flags = ["--model", "m", "--engine-model", "emulated", "--allocation", "scripted"]
+    flags = ["--model", "m", "--engine-model", "emulated", "--allocation", "scripted", *more_flags]
     agent = system.service("agent", *flags, "--engine-url", f"http://127.0.0.1:{engine.port}")
     try:
         wait_for(lambda: "agent.serving" in agent.log, "agent serves")
@@ -278,6 +278,26 @@ def test_h50_a_wait_before_the_first_byte_is_not_silent_and_its_error_is_still_t
         assert answer.is_done
         assert answer.has_error_event
         assert "out of memory" in answer.body.decode()
+
+
+def test_h50_a_wait_in_the_queue_is_not_silent_either(system: System) -> None:
+    async def takes_three_seconds(call: Call) -> None:
+        await call.begin()
+        await say(call, words()[:2])
+        await asyncio.sleep(3)
+        await say(call, words()[2:])
+        await finish(call)
+
+    system.start_registry()
+    system.start_ingress("--keep-alive-s", "1")
+    with scripted(system, takes_three_seconds, "--concurrency-max", "1") as engine, ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: ask(system, marked(stream=True)), range(2)))
+    assert len(engine.calls) == 2
+    assert engine.calls[1].came_at_s - engine.calls[0].came_at_s > 2.5, "the second had to wait"
+    assert [answer.text for answer in answers] == ["".join(words())] * 2
+    assert all(answer.is_done and answer.comments for answer in answers)
+    waited = max(answers, key=lambda answer: answer.ms)
+    assert waited.body.startswith(b":"), "the first thing it heard was a sign of life"
 
 
 async def first_byte(system: System, when_s: list[float]) -> Answer:
