@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
+import weakref
 import zlib
 from collections.abc import Awaitable, Callable
 
@@ -356,3 +358,43 @@ def test_draining_ends_in_time_though_a_request_does_not() -> None:
         assert await server.drain(0.1) is False
 
     serve(talk, never)
+
+
+class Held:
+    """Something big that a handler has."""
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_client_that_left_leaves_nothing_to_the_collector(is_answered: bool) -> None:
+    kept: list[weakref.ref[object]] = []
+
+    async def hold(request: HttpRequest) -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        if is_answered:
+            await echo(request)
+        else:
+            await asyncio.Event().wait()
+        assert held
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(post(b""))
+        if is_answered:
+            await answer(reader)
+        while not kept:
+            await asyncio.sleep(0.01)
+        kept.extend(weakref.ref(connection) for connection in server.connections)
+        writer.transport.abort()
+        while server.connections:
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    gc.collect()
+    gc.disable()
+    try:
+        serve(talk, hold)
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()

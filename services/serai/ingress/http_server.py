@@ -311,6 +311,7 @@ class HttpServerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._parser = None  # It knows us.
         self.server.connections.discard(self)
         self._waiting.clear()
         if self._task is not None:
@@ -444,9 +445,11 @@ class HttpServerConnection(asyncio.Protocol):
             except ClientGone:
                 pass
             except asyncio.CancelledError:
-                if self._transport is not None:
-                    self._transport.abort()
-                raise
+                # Not raised again: the task would keep it, and with it the frames of all that the request had, which
+                # know this connection, which knows the task. The collector hardly ever looks at what has lived long.
+                self.abort()
+                self._task = None
+                return
             except Exception:
                 log.exception("http.handler_failed", path=request.path)
                 self.abort()
