@@ -24,7 +24,7 @@ help:
 	@echo "make clients     install the tested client libraries into .clients"
 	@echo "make test-clients conversations of all of them, OpenAI's own tests, and the API document held against the API"
 	@echo "make test-slurm  tests on a real Slurm on this machine (installs slurm-wlm with apt-get; needs root)"
-	@echo "make peers       install other gateways into .peers, for serai bench gateway"
+	@echo "make peers       install other gateways into .peers, for serai bench gateway and faults"
 	@echo "make bench       the two benchmarks of the request path, in full"
 
 # The stamp depends on what is to be installed, so that a second `make` installs nothing.
