@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -19,7 +18,7 @@ from serai.ingress import genai, metrics
 from serai.ingress.call import Call
 from serai.ingress.caller import Caller
 from serai.ingress.endpoints import Body, Endpoint
-from serai.ingress.gpu_share import GpuShares
+from serai.ingress.gpu_share import GpuShares, Share
 from serai.ingress.openai_format import ApiError
 from serai.ingress.token_counts import NO_TOKENS, TokenCounts, guessed, told
 from serai.ingress.usage_sender import UsageSender
@@ -43,6 +42,22 @@ def is_tracked(headers: Mapping[str, str], caller: Caller) -> bool:
     return False
 
 
+class Working:
+    """A request is at a session while its block is entered. (A generator would cost as much as the rest of it.)"""
+
+    __slots__ = ("_clock", "_share", "_shares")
+
+    def __init__(self, shares: GpuShares, share: Share, clock: Callable[[], float]) -> None:
+        self._shares = shares
+        self._share = share
+        self._clock = clock
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None:
+        self._shares.end(self._share, self._clock())
+
+
 class Accounting:
     """One per ingress. Without a sender nothing is recorded, only measured."""
 
@@ -53,15 +68,11 @@ class Accounting:
         self._id_prefix = secrets.token_hex(8)
         self._numbers = itertools.count(1)
 
-    @contextmanager
-    def attempt(self, call: Call, record: SessionRecord, clock: Callable[[], float]) -> Iterator[None]:
+    def attempt(self, call: Call, record: SessionRecord, clock: Callable[[], float]) -> Working:
         """The call has its part of a session's time during the block."""
         share = self._shares.begin(record.session, clock())
         call.shares.append(share)
-        try:
-            yield
-        finally:
-            self._shares.end(share, clock())
+        return Working(self._shares, share, clock)
 
     def look(self, now: float) -> None:
         """Takes note of what sessions say of themselves. To be called several times a second."""
