@@ -162,11 +162,7 @@ def test_who_is_over_a_limit_is_told_which_and_answers_say_what_is_left() -> Non
         assert "requests at once" in error.message
         assert "x-ratelimit-limit-tokens" in over.answer_headers
         error = await refused(desk, call_of(outputs=20_000))
-        assert (error.status, error.code, error.retry_after_s) == (
-            429,
-            "insufficient_quota",
-            pytest.approx(15e5, rel=1),
-        )
+        assert (error.status, error.code) == (429, "insufficient_quota")
 
     run(main)
 
