@@ -85,6 +85,15 @@ _HEADERS_IN = {
     "x-slo-tpot-ms": "Time per further token that is of use, in milliseconds.",
     "x-priority": "`interactive`, `normal` or `batch`; never above the class of the caller.",
 }
+_HEADER_SCHEMAS: dict[str, Schema] = {
+    "x-request-id": {"type": "string", "pattern": "^[!-~]{1,128}$"},
+    "x-serai-track": {"const": "none"},
+    "x-request-timeout": {"type": "number", "exclusiveMinimum": 0},
+    "x-slo-ttft-ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
+    "x-slo-tpot-ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
+    "x-priority": {"enum": ["interactive", "normal", "batch"]},
+}
+"""Of those that are more than text."""
 _HEADERS_OUT = {
     "x-request-id": "Name of the request.",
     "x-serai-session": "The session that answered.",
@@ -138,7 +147,7 @@ def _operation(endpoint: Endpoint, path: str) -> Schema:
     whole: Schema = {"schema": _OBJECT}
     answers = {"application/json": whole}
     if endpoint.streams:
-        answers["text/event-stream"] = {"schema": _TEXT}
+        answers["text/event-stream"] = {"schema": {"description": "Server-sent events."}}
     if endpoint.body is Body.MULTIPART:
         answers |= {"text/plain": {"schema": _TEXT}, "text/vtt": {"schema": _TEXT}}
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name in _HEADERS_OUT}
@@ -146,7 +155,8 @@ def _operation(endpoint: Endpoint, path: str) -> Schema:
         "operationId": path.strip("/").replace("/", "_"),
         "summary": _SUMMARIES[endpoint.path],
         "parameters": [
-            {"name": name, "in": "header", "description": text, "schema": _TEXT} for name, text in _HEADERS_IN.items()
+            {"name": name, "in": "header", "description": text, "schema": _HEADER_SCHEMAS.get(name, _TEXT)}
+            for name, text in _HEADERS_IN.items()
         ],
         "requestBody": {
             "required": True,

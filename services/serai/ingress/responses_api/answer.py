@@ -26,9 +26,9 @@ _ECHOED: dict[str, Any] = {
     "tool_choice": "auto",
     "tools": [],
     "top_p": None,
-    "user": None,
 }
-"""Fields of the request that a response repeats, and what stands there when the request did not have them."""
+"""Fields of the request that a response repeats, and what stands there when the request did not have them. `user` is
+repeated, too, but only if it was given: OpenAI's document does not let it be null."""
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class ResponseAnswer:
         self._echo = {
             name: default if request.get(name) is None else request[name] for name, default in _ECHOED.items()
         }
+        if request.get("user") is not None:
+            self._echo["user"] = request["user"]
         orjson.dumps(self._echo)  # What cannot be repeated is refused now, not in the middle of an answer.
         self._model = request["model"]
         self._begun: Begun | None = None
