@@ -152,9 +152,9 @@ async def refused(desk: Desk, call: Call) -> ApiError:
 
 def test_who_is_over_a_limit_is_told_which_and_answers_say_what_is_left() -> None:
     async def main(desk: Desk) -> None:
-        call = call_of()
+        call = call_of(outputs=3)
         async with desk.admission.admitted(call), desk.admission.admitted(call_of()):
-            assert call.answer_headers["x-ratelimit-remaining-tokens"] == "99850"
+            assert call.answer_headers["x-ratelimit-remaining-tokens"] == "99750"
             assert call.answer_headers["x-serai-queue-ms"] == "0"
             async with desk.admission.admitted(call_of()):
                 error = await refused(desk, over := call_of())

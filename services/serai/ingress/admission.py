@@ -9,8 +9,6 @@ import itertools
 import time
 from types import TracebackType
 
-import msgspec
-
 from serai.ingress import metrics
 from serai.ingress.call import Call
 from serai.ingress.choosing import Chooser
@@ -146,13 +144,6 @@ class Admission:
         """The last session of the model has left: the next step says so."""
         return not self._chooser.serves(call.model, now) and not self._chooser.expects(call.model)
 
-    def with_gap(self, asked: Arrived, call: Call, now: float) -> Arrived:
-        """While no session serves the model, it waits no longer for one than is worth it."""
-        if self._chooser.serves(call.model, now):
-            return asked
-        begin_by_s = min(asked.begin_by_s, now + self.turns.settings.gap_max_s)
-        return msgspec.structs.replace(asked, begin_by_s=begin_by_s)
-
     def refused(self, call: Call, refuse: Refuse, now: float) -> ApiError:
         """What the client is told."""
         gap = not self._chooser.serves(call.model, now)
@@ -218,7 +209,6 @@ class Turn:
         if not turns.queue.go(asked, now):
             if admission.is_gone(call, now):
                 return
-            asked = admission.with_gap(asked, call, now)
             try:
                 await turns.wait(asked)
             except NotServed as refused:
