@@ -86,7 +86,8 @@ clients: .clients/python/.installed .clients/node/.installed .clients/contract/.
 	tar -xzf .clients/openai-python/openai-*.tar.gz -C .clients/openai-python --strip-components=1 --wildcards '*/tests/*'
 	@touch $@
 
-test-clients: setup clients
+test-clients: setup
+	$(MAKE) --no-print-directory -j3 clients
 	SERAI_REQUIRE_CLIENTS=1 $(BIN)/pytest tests/clients
 
 test-slurm: setup
