@@ -36,6 +36,8 @@ class Case:
     quick: bool = True
     beside: bool = True
     """A stream of somebody else runs beside, and must not be harmed."""
+    needs_both: bool = False
+    """Both engines must be in use when it begins."""
     close_enough: float = 0.0
     """A peer's `value` is better only if it is smaller by more than that."""
 

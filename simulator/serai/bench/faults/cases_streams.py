@@ -342,9 +342,10 @@ CASES = (
         "engine cuts a greedy stream mid-way, the second is well",
         "the text goes on and is the same",
         goes_on_elsewhere,
+        needs_both=True,
     ),
     Case("cut_unary", "engine cuts a whole answer", "5xx with an error object", cut_unary),
-    Case("cut_unary_healthy_second", "the same, the second is well", "200", cut_unary_healthy_second),
+    Case("cut_unary_healthy_second", "the same, the second is well", "200", cut_unary_healthy_second, needs_both=True),
     Case("error_event", "engine sends an error event, then `[DONE]`", "both pass, once", error_event),
     Case(
         "error_event_then_cut",

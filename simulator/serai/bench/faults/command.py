@@ -2,8 +2,8 @@
 
 Each gateway stands before two scripted engines of its own. A case is a fault, what a client does, and a plain rule for
 what it must see. While it is played a stream of somebody else runs beside, which must not be harmed. Gateways take
-turns, one case each; only those that mostly wait are played side by side. Between two cases of a gateway both of its
-engines are seen to be in use again.
+turns, one case each; only those that mostly wait are played side by side. A gateway that does not answer before a case,
+or does not use both engines before one that needs them, is started anew.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ async def _play_cases(
 ) -> None:
     for case in cases:
         try:
-            await one.settle()
+            await one.settle(both=case.needs_both)
         except BenchFailed as failure:
             say(str(failure))
             notes.append(f"{failure}; its cases from {case.name} on are missing")
