@@ -199,7 +199,14 @@ def test_a_client_that_leaves_after_a_hand_over_stops_the_session_that_went_on(
     assert_nothing_left(small_system, *agents)
 
 
-@pytest.mark.parametrize("asked", [{"tools": [{"type": "function"}]}, {"top_logprobs": 1}, {"n": None, "new": 1}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+        {"logprobs": True, "top_logprobs": 1},
+        {"n": None, "new": 1},
+    ],
+)
 def test_what_cannot_be_continued_ends_with_an_error(
     small_system: System, agents: list[Process], asked: dict[str, Any]
 ) -> None:
