@@ -17,8 +17,9 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT
 
-from serai.contracts import inference, limits, registry, session_record, status, usage
+from serai.contracts import drain, inference, limits, registry, session_record, status, usage
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
+from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.inference import (
     FailureCode,
     Frame,
@@ -149,6 +150,8 @@ MESSAGES: list[object] = [
     _METADATA.parallelism,
     ProbeRequest("alps-slurm-4711-1-c0ffee123456"),
     ProbeAnswer("alps-slurm-4711-1-c0ffee123456", False, Lifecycle.SERVING, 5, 2.5),
+    DrainRequest("its successor serves", 1_800.5),
+    DrainAnswer(_RECORD.session, False, 17, "within_s must not be negative"),
     RegistryBeat("alps", "5f3a9c01", 7, 2.0, {"alps": 1_234_567_890_123_456_789, "lugano": 17}, 128),
     DigestRequest("alps"),
     DigestAnswer("alps", [0, 18_446_744_073_709_551_615]),
@@ -222,7 +225,9 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
     kinds = {
-        name for module in (inference, limits, registry, session_record, status, usage) for name in messages_of(module)
+        name
+        for module in (drain, inference, limits, registry, session_record, status, usage)
+        for name in messages_of(module)
     }
     assert {message_name(message) for message in MESSAGES} == kinds
     assert {frame.kind for frame in FRAMES} == set(FrameKind)

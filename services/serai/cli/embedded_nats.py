@@ -24,6 +24,7 @@ from serai.contracts.subjects import (
     CANCEL,
     DIGEST,
     DISCONNECTED,
+    DRAIN,
     ENDED,
     INFERENCE,
     LIMITS,
@@ -56,7 +57,7 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     "registry": (
         [
             *[SESSION.every, BEAT.every, DISCONNECTED.every, *_READ_REGISTRY],
-            *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>"],
+            *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
             *["$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
         ],
         [*_HEAR_REGISTRY, DIGEST.every, SNAPSHOT.every, OPINION.every, ENDED.every, "_INBOX_registry.>"],
@@ -66,9 +67,9 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         # every reply subject until it expires, and walk them all each second.
         [
             *[SESSION.every, STATUS.every, PROBE.every],
-            *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>"],
+            *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
         ],
-        [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, "_INBOX_agent.>"],
+        [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, "_INBOX_agent.>"],
     ),
     # Of JetStream the ledger has its one stream and its one consumer of that, and nothing else.
     "ledger": (
@@ -82,10 +83,15 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         ],
         [USAGE_SPENT.every, "_INBOX_ledger.>"],
     ),
-    # `serai registry …` and `serai health`: they look, and pass on the batch system's word.
+    # `serai registry …` and `serai health`: they look, pass on the batch system's word, and ask sessions to end.
     "tools": (
-        [*_READ_REGISTRY, ENDED.every, USAGE_SPENT.every],
+        [*_READ_REGISTRY, ENDED.every, DRAIN.every, USAGE_SPENT.every],
         [*_HEAR_REGISTRY, "_INBOX_tools.>"],
+    ),
+    # Starts successors, and asks those whose time is up to end.
+    "launcher": (
+        [*_READ_REGISTRY, ENDED.every, DRAIN.every],
+        [*_HEAR_REGISTRY, "_INBOX_launcher.>"],
     ),
 }
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 
-from serai.contracts.subjects import CANCEL, INFERENCE, PROBE, SESSION, STATUS
+from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, PROBE, SESSION, STATUS
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.service import run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             await bus.self_test(
                 must_publish=["_INBOX_ingress.self-test", SESSION.every, STATUS.every, PROBE.every],
-                must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every],
+                must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):

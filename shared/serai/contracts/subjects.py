@@ -5,6 +5,7 @@
 | `session.<session>`        | agent → all                | `SessionRecord`; its site's registry acks it, joined    |
 | `status.<session>`         | agent → all                | `SessionStatus`, about once a second, may be lost      |
 | `probe.<session>`          | anyone → one agent         | `ProbeRequest`, answered with `ProbeAnswer`            |
+| `drain.<session>`          | launcher, tools → one agent | `DrainRequest`, answered with `DrainAnswer`           |
 | `inference.<session>`      | ingress → one agent        | frames: request, body, credit                          |
 | `cancel.<session>`         | ingress → one agent        | frame: cancel                                          |
 | `<inbox>.<stream>`         | agent → one ingress        | frames: alive, head, data, end, error, body credit     |
@@ -27,6 +28,7 @@ import re
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
 from serai.contracts.limits import LimitsUse
 from serai.contracts.registry import (
@@ -105,6 +107,7 @@ STATUS: Subject[SessionStatus] = Subject("status", SessionStatus)
 INFERENCE: Subject[Frame] = Subject("inference", Frame)
 CANCEL: Subject[Frame] = Subject("cancel", Frame)
 PROBE: Subject[ProbeRequest] = Subject("probe", ProbeRequest)
+DRAIN: Subject[DrainRequest] = Subject("drain", DrainRequest)
 
 # Of one site's registry: `of_site`.
 BEAT: Subject[RegistryBeat] = Subject("registry.beat", RegistryBeat)
