@@ -19,7 +19,7 @@ from serai.worker_agent import presence as presence_module
 from serai.worker_agent import probe_answers
 from serai.worker_agent.engine.emulated import EmulatedEngine
 from serai.worker_agent.probe_answers import ASKS_MAX, ProbeAnswers
-from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 from unit.fakes import Clock, FakeBus
 
@@ -102,9 +102,9 @@ def test_only_a_few_are_asked_at_once_and_the_rest_get_no_evidence() -> None:
     asyncio.run(main())
 
 
-def agent_on(bus: FakeBus, **said: Any) -> WorkerAgent:
+def agent_on(bus: FakeBus, **said: Any) -> NodeAgent:
     settings = AgentSettings(model="m", engine_url="http://127.0.0.1:1", start_timeout_s=3600, **said)
-    return WorkerAgent(settings, EmulatedEngine(), [], bus, Tracing("test", None, 0.0), connection="agent-1")  # type: ignore[arg-type]
+    return NodeAgent(settings, EmulatedEngine(), [], bus, Tracing("test", None, 0.0), connection="agent-1")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_an_engine_that_stalls_is_said_in_status_and_probe(clock: Clock) -> None
         class Stalled:
             stalled_s = 4.24
 
-        agent._watchdog = Stalled()  # type: ignore[assignment]
+        agent.session._watchdog = Stalled()  # type: ignore[assignment]
         agent.presence.show_life()
         (status,) = [decode(SessionStatus, message.payload) for message in bus.take()]
         assert (status.stalled_s, status.allocation_remaining_s) == (4.2, None)

@@ -14,7 +14,7 @@ from serai.runtime.telemetry import set_up_logs, set_up_traces
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.gpus import visible_gpus
-from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
-                agent = WorkerAgent(
+                agent = NodeAgent(
                     settings,
                     engine,
                     command,

@@ -18,7 +18,7 @@ from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.session_record import Lifecycle, SessionMetadata, SessionRecord
 from serai.contracts.status import ProbeAnswer, SessionStatus
 from serai.contracts.subjects import PROBE, SESSION, STATUS
-from serai.runtime.bus import Bus, BusDisconnected, BusError, Message
+from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, Subscription
 from serai.runtime.service import ServiceFailure
 from serai.worker_agent.absence import Absence
 from serai.worker_agent.probe_answers import ProbeAnswers
@@ -64,6 +64,7 @@ class Presence:
         self._status_sequence = 0
         self._absence = Absence(rejoin_after_s)
         self._probes = ProbeAnswers(bus, record.session, self.probe_answer)
+        self._subscriptions: list[Subscription] = []
         self._acknowledgements = ""
         """Where registries acknowledge what `say` says, version by version; empty until we listen there."""
         self._acknowledged_version = -1
@@ -76,16 +77,19 @@ class Presence:
 
     async def listen(self) -> None:
         """To what concerns us before the engine serves: whether we are there, and what the registry says of us."""
-        self._bus.on_disconnect(lambda: self._absence.lost(time.monotonic()))
-        self._bus.on_reconnect(self._on_reconnect)
         acknowledgements = f"{self._bus.inbox_prefix}.announced"
-        await self._bus.subscribe(f"{acknowledgements}.*", self._on_acknowledged)
+        self._subscriptions.append(await self._bus.subscribe(f"{acknowledgements}.*", self._on_acknowledged))
         self._acknowledgements = acknowledgements
-        await self._bus.subscribe(PROBE.of(self.record.session), self._probes.on_probe)
+        probes = await self._bus.subscribe(PROBE.of(self.record.session), self._probes.on_probe)
+        self._subscriptions.append(probes)
 
-    def close(self) -> None:
-        """Gives up on what others wanted to know."""
+    async def close(self) -> None:
+        """Gives up on what others wanted to know, and listens no more."""
         self._probes.close()
+        self._acknowledgements = ""
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        self._subscriptions.clear()
 
     # -- the record ----------------------------------------------------------------------------------------------
 
@@ -198,7 +202,12 @@ class Presence:
         self._spent_because = because
         self.spent.set()
 
-    def _on_reconnect(self) -> None:
+    def on_disconnect(self) -> None:
+        """NATS is lost: to be called by whoever has the connection."""
+        self._absence.lost(time.monotonic())
+
+    def on_reconnect(self) -> None:
+        """NATS is there again."""
         now = time.monotonic()
         away_s = self._absence.lasted_s(now)
         if not self._absence.over(now):

@@ -23,7 +23,7 @@ from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.registry_replica import RegistryReplica
 from serai.runtime.telemetry import Tracing, set_up_logs
 from serai.worker_agent.engine.kinds import ENGINES
-from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
 MODEL = "emulated"
@@ -54,7 +54,7 @@ class Members:
         self._engine_url = engine_url
         self._name = name
         self._status_interval_s = status_interval_s
-        self._agents: list[WorkerAgent] = []
+        self._agents: list[NodeAgent] = []
         self._copies: list[RegistryCopy] = []
         self._copies_bus: NatsBus | None = None
         self._own_connections = own_connections
@@ -86,13 +86,13 @@ class Members:
         )
         connection = f"agent-{self._name}-{number}"
         bus = await NatsBus.connect(settings.nats, "agent", name=connection)
-        agent = WorkerAgent(
+        agent = NodeAgent(
             settings, ENGINES["emulated"], [], bus, Tracing("worker-agent", None, 0.0), connection=connection
         )
         self._agents.append(agent)
         self._running.append(tasks.create_task(self._run(agent, bus)))
 
-    async def _run(self, agent: WorkerAgent, bus: NatsBus) -> None:
+    async def _run(self, agent: NodeAgent, bus: NatsBus) -> None:
         try:
             await agent.run(self._stop)
         finally:

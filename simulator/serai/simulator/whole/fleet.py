@@ -1,6 +1,6 @@
 """Thousands of agents that are only known, not used: for what the control plane costs and how fast it converges.
 
-A `LightAgent` is a real `WorkerAgent` of which only its presence lives: what announces its record until a registry
+A `LightAgent` is a real `NodeAgent` of which only its presence lives: what announces its record until a registry
 acknowledges it, shows life and answers probes. So records, versions, repetition, and status are the real code. It
 leaves out: the engine and its start, the desk (it takes no requests), the HTTP client, and draining.
 """
@@ -15,14 +15,14 @@ from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.runtime.telemetry import Tracing
 from serai.simulator.whole.simulated_bus import SimulatedBus, SimulatedNats
 from serai.worker_agent.engine.kinds import ENGINES
-from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
 
 class LightAgent:
     """One session on `nats`. Make it with `join`."""
 
-    def __init__(self, bus: SimulatedBus, agent: WorkerAgent) -> None:
+    def __init__(self, bus: SimulatedBus, agent: NodeAgent) -> None:
         self.bus = bus
         self.agent = agent
         self._tasks: list[asyncio.Task[None]] = []
@@ -51,9 +51,11 @@ class LightAgent:
             status_interval_s=status_interval_s,
         )
         tracing = Tracing("worker-agent", None, 0.0)
-        agent = WorkerAgent(settings, ENGINES["emulated"], [], bus, tracing, connection=bus.name)
+        agent = NodeAgent(settings, ENGINES["emulated"], [], bus, tracing, connection=bus.name)
         light = cls(bus, agent)
         presence = agent.presence
+        bus.on_disconnect(presence.on_disconnect)
+        bus.on_reconnect(presence.on_reconnect)
         await presence.listen()
         presence.say(Lifecycle.SERVING, replace(agent.record.metadata, loading_phase=""))
         loop = asyncio.get_running_loop()

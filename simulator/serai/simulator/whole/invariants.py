@@ -13,7 +13,7 @@ from serai.runtime.registry_replica import RegistryReplica
 from serai.simulator.whole.client import ChatResult, Outcome
 from serai.simulator.whole.simulated_bus import Passage
 from serai.simulator.whole.system import Node, SimulatedSystem
-from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.service import NodeAgent
 
 _SESSION_PREFIX = SESSION.of("")
 _INFERENCE_PREFIX = INFERENCE.of("")
@@ -128,11 +128,11 @@ class Invariants:
                     self._expect_zero(node, "open streams", client.open_streams)
                     self._expect_zero(node, "sessions with streams", len(client._by_session))
                     self._expect_zero(node, "relayed requests", len(node.service._calls._relayed))
-                case WorkerAgent():
+                case NodeAgent():
                     self._check_agent_idle(node, node.service)
 
-    def _check_agent_idle(self, node: Node, agent: WorkerAgent) -> None:
-        desk = agent._desk
+    def _check_agent_idle(self, node: Node, agent: NodeAgent) -> None:
+        desk = agent.session.desk
         if desk is not None:
             self._expect_zero(node, "requests at the desk", desk.in_flight)
         host = node.engines

@@ -28,7 +28,7 @@ from serai.simulator.whole.substitutes import substituted
 from serai.simulator.whole.trace import Trace
 from serai.simulator.whole.virtual_loop import VirtualLoop, run
 from serai.worker_agent.engine.kinds import ENGINES
-from serai.worker_agent.service import WorkerAgent
+from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Node:
         self.lives = 0
         self.stop = asyncio.Event()
         self.bus: SimulatedBus | None = None
-        self.service: Ingress | Registry | WorkerAgent | None = None
+        self.service: Ingress | Registry | NodeAgent | None = None
         self.engines: EngineHost | None = None
         self.failures: list[str] = []
         self._make = make
@@ -255,7 +255,7 @@ class SimulatedSystem:
             start_timeout_s=60.0,
         )
         node.engines = EngineHost(self.loop, replace(scene.engine, model=scene.model))
-        agent = WorkerAgent(
+        agent = NodeAgent(
             settings, ENGINES["emulated"], ["emulated"], node.bus, _untraced("worker-agent"), node.engines.start
         )
         node.service = agent
