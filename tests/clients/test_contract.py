@@ -7,6 +7,7 @@ answers have OpenAI's form. What of OpenAI's document an engine refuses is the e
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from clients.test_conversations import HERE, environment, run
 from integration.system import System
 
 SEED = "7"
+EXAMPLES = os.environ.get("SERAI_CONTRACT_EXAMPLES", "8")
+"""Requests per operation and phase; more are worth an evening."""
 OURS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,unsupported_method,ignored_auth"
@@ -109,7 +112,7 @@ def test_our_own_document_is_true(serving: System, clients: Path, tmp_path: Path
         document = client.get("/openapi.json").json()
     file = tmp_path / "ours.json"
     file.write_text(json.dumps(as_the_engine_needs(with_model(document, NATIVE))))
-    words = ["--url", serving.url, "--max-examples", "10", "--checks", OURS]
+    words = ["--url", serving.url, "--max-examples", EXAMPLES, "--checks", OURS]
     answers = schemathesis(clients, serving, file, *words, folder=tmp_path)
     for path, operations in document["paths"].items():
         if "post" in operations and "{" not in path and not path.endswith("/translations"):
@@ -125,7 +128,7 @@ def test_openais_document_finds_no_failure_of_ours(serving: System, clients: Pat
     python = str(clients / "contract" / "bin" / "python")
     variables = environment(serving, clients, model, tmp_path)
     run([python, str(HERE / "contract_document.py"), str(document), model], variables=variables, folder=tmp_path)
-    words = ["--url", f"{serving.url}/v1", "--max-examples", "8", "--checks", THEIRS]
+    words = ["--url", f"{serving.url}/v1", "--max-examples", EXAMPLES, "--checks", THEIRS]
     answers = schemathesis(clients, serving, document, *words, folder=tmp_path)
     for path in ("/chat/completions", "/completions", "/embeddings", "/responses", "/models"):
         assert answers[f"/v1{path}"][200] > 0, f"{path} never succeeded: {answers[f'/v1{path}']}"
