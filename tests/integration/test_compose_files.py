@@ -150,6 +150,7 @@ def test_init_makes_private_files_once(made_by_init: Path) -> None:
         "ingress/keys.json",
         "ledger/ledger.nk",
         "nats/nats.conf",
+        "registry/launcher.nk",
         "registry/registry.nk",
         "registry/system.nk",
         "registry/tools.nk",
