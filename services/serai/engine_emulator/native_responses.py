@@ -239,9 +239,9 @@ def _item_text(item: Mapping[str, Any]) -> str:
 def _schema(text: object) -> Any:
     form = text.get("format") if isinstance(text, dict) else None
     kind = form.get("type") if isinstance(form, dict) else None
-    if not isinstance(form, dict) or kind in (None, "text"):
+    if form is None or kind == "text":
         return None
-    if kind == "json_schema" and isinstance(form.get("schema"), dict):
+    if isinstance(form, dict) and kind == "json_schema" and isinstance(form.get("schema"), dict):
         return form["schema"]
     if kind == "json_object":
         return {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
