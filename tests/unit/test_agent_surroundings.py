@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from serai.contracts.session_record import EngineParallelism, GpuDevice
+from serai.runtime.bounded_command import output_of
 from serai.runtime.settings import add_settings, read_settings
+from serai.runtime.slurm_time import duration_s
 from serai.worker_agent import allocation
-from serai.worker_agent.allocation import AllocationEnd, duration_s, remaining_s_in
-from serai.worker_agent.bounded_command import output_of
+from serai.worker_agent.allocation import AllocationEnd, remaining_s_in
 from serai.worker_agent.command_line import parallelism_of
 from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.gpus import chosen, devices_in, visible_gpus

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import structlog
 
-from serai.worker_agent.bounded_command import output_of
+from serai.runtime.bounded_command import output_of
+from serai.runtime.slurm_time import duration_s
 
 log = structlog.get_logger()
 
@@ -25,24 +25,6 @@ ASK_EVERY_S = 600.0
 """Operators extend and shorten jobs; hundreds of agents must not be a load on the controller."""
 MOVED_S = 60.0
 """An end that moved by less is the same: Slurm counts in minutes."""
-
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?")
-
-
-def duration_s(text: str) -> float | None:
-    """Seconds of a Slurm duration: `30` (minutes), `5:00`, `1:00:00`, `2-12`, `2-12:30`, `2-12:30:00`. None for
-    `UNLIMITED`, `INVALID`, `NOT_SET` and everything else that is none."""
-    found = _CLOCK.fullmatch(text.strip())
-    if found is None:
-        return None
-    days, *clock = (None if part is None else int(part) for part in found.groups())
-    first, second, third = clock
-    assert first is not None
-    if days is not None:
-        return float(days * 86_400 + first * 3600 + (second or 0) * 60 + (third or 0))
-    if third is not None:
-        return float(first * 3600 + (second or 0) * 60 + third)
-    return float(first * 60 + (second or 0))
 
 
 def remaining_s_in(environment: Mapping[str, str], wall_s: float) -> float | None:

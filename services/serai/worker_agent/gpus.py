@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import structlog
 
 from serai.contracts.session_record import GPUS_MAX, GpuDevice
-from serai.worker_agent.bounded_command import output_of
+from serai.runtime.bounded_command import output_of
 
 log = structlog.get_logger()
 
