@@ -132,7 +132,7 @@ def test_responses_are_spoken_natively(sdk: openai.OpenAI) -> None:
     assert [item.type for item in final.output] == ["reasoning", "function_call"]
     assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
-    with pytest.raises(openai.BadRequestError, match="text.format"):
+    with pytest.raises(openai.BadRequestError, match=r"text\.format"):
         sdk.responses.create(model="m/1", input="hi", text={"format": {}})  # type: ignore[typeddict-item]
     with pytest.raises(openai.BadRequestError, match="stores nothing"):
         sdk.responses.create(model="m/1", input="hi", previous_response_id="resp_1")
