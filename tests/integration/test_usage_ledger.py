@@ -1,5 +1,5 @@
-"""Usage records from the ingress to SQL: what they say, and that none of an answered request is lost or counts twice when
-the ingress, the ledger or NATS is killed."""
+"""Usage records from the ingress to SQL: what they say, and that none of an answered request is lost or counted twice
+when the ingress, the ledger or NATS is killed."""
 
 from __future__ import annotations
 

@@ -169,6 +169,26 @@ def test_refusals_are_recorded_and_name_what_was_asked_for() -> None:
     run({"s1": STREAM}, talk)
 
 
+def test_a_translated_request_is_recorded_as_it_was_asked() -> None:
+    async def talk(kept: Kept) -> None:
+        body = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"hello"}]}'
+        await kept.ask(body, path="/v1/messages")
+        await kept.ask(b'{"model":"m"}', path="/v1/messages")
+        assert [record.endpoint for record in kept.records] == ["/v1/messages"] * 2
+
+    run({"s1": whole(200, PLAIN)}, talk)
+
+
+def test_every_answer_names_its_request() -> None:
+    async def talk(kept: Kept) -> None:
+        for body, path in ((b"{", "/v1/completions"), (b"", "/v1/nothing"), (b"{", "/v1/messages")):
+            made = (await kept.ask(body, path=path))[1]["x-request-id"]
+            named = (await kept.ask(body, "x-request-id: mine", path=path))[1]["x-request-id"]
+            assert (len(made), named) == (26, "mine")
+
+    run({"s1": STREAM}, talk)
+
+
 def test_an_engines_own_error_has_no_tokens() -> None:
     async def talk(kept: Kept) -> None:
         await kept.ask(b'{"model":"m"}')

@@ -133,7 +133,8 @@ def test_what_is_not_needed_is_given_back_and_all_of_it_at_the_end() -> None:
         assert (accounts.account.spent_micros, process.left) == (70, 1998)
         await process.settle()  # Nothing was asked for since the last time.
         assert (accounts.account, process.left) == (BudgetAccount("ever", 70), 0)
-        assert isinstance(found := await process.ask(100), Reservation)
+        found = await process.ask(100)
+        assert isinstance(found, Reservation)
         found.settle(Need(1, 10))
         await process.shared.aclose()
         assert accounts.account == BudgetAccount("ever", 80)

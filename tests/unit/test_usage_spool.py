@@ -117,5 +117,5 @@ def test_closing_keeps_what_was_not_sent(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_is_told_with_its_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ServiceFailure, match="--usage-spool .*file"), spool_in(tmp_path / "file"):
+    with pytest.raises(ServiceFailure, match=r"--usage-spool .*file"), spool_in(tmp_path / "file"):
         pass

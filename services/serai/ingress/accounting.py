@@ -17,7 +17,7 @@ from serai.contracts.usage import Outcome, UsageRecord
 from serai.ingress import genai, metrics
 from serai.ingress.call import Call
 from serai.ingress.caller import Caller
-from serai.ingress.endpoints import Body, Endpoint
+from serai.ingress.endpoints import Body
 from serai.ingress.gpu_share import GpuShares, Share
 from serai.ingress.openai_format import ApiError
 from serai.ingress.token_counts import NO_TOKENS, TokenCounts, guessed, told
@@ -95,7 +95,7 @@ class Accounting:
         self._sender.add(self._record(call, status, now))
 
     def unreadable(
-        self, headers: Mapping[str, str], endpoint: Endpoint, caller: Caller, error: ApiError, started_ns: int
+        self, headers: Mapping[str, str], asked_path: str, caller: Caller, error: ApiError, started_ns: int
     ) -> None:
         """A request of which not even the model could be read."""
         metrics.REQUESTS.of("unknown", str(error.status)).add()
@@ -109,7 +109,7 @@ class Accounting:
                 started=_moment(started_ns) if tracked else _hour(started_ns),
                 outcome=Outcome.REFUSED,
                 status=error.status,
-                endpoint=endpoint.path,
+                endpoint=asked_path,
                 project=caller.project if tracked else "",
                 key=caller.name if tracked else "",
                 tracked=tracked,
@@ -127,7 +127,7 @@ class Accounting:
             started=_moment(call.started_ns) if tracked else _hour(call.started_ns),
             outcome=call.outcome,
             status=status,
-            endpoint=call.path,
+            endpoint=call.asked_path,
             model=call.model if tried else "",
             model_asked=call.asked_model[:_MODEL_CHARACTERS_MAX] if call.asked_model != call.model or not tried else "",
             request_id=call.request_id if tracked else "",

@@ -34,6 +34,8 @@ class Call:
     wish: Wish
     asked_model: str = ""
     """As it stands in the body."""
+    asked_path: str = ""
+    """What the client asked; another than `path` where its words were translated."""
     deadline_s: float = math.inf
     """When its time is over, on the clock of `started_s`."""
     priority: int = 1

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
-import secrets
 import time
 from collections import ChainMap
 from contextlib import ExitStack
@@ -40,11 +37,12 @@ from serai.ingress.openai_format import (
     unknown_model,
 )
 from serai.ingress.request_body import body_with_model, read_body
+from serai.ingress.request_ids import RequestIds
 from serai.ingress.retry import Verdict
 from serai.ingress.sent_events import Transcript, Unsound
 from serai.ingress.settings import IngressSettings
 from serai.ingress.sse_relay import relay_of
-from serai.ingress.targets import prompt_tokens, read_targets
+from serai.ingress.targets import TPOT_HEADER, prompt_tokens, read_targets
 from serai.ingress.wishes import Wishes
 from serai.runtime.bus import Bus
 from serai.runtime.registry_copy import RegistryCopy
@@ -52,9 +50,8 @@ from serai.runtime.telemetry import Tracing, context_of
 
 log = structlog.get_logger()
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_TO_ENGINE = ("content-type", "accept", "tracestate")
+_TO_ENGINE = ("content-type", "accept", "tracestate", TPOT_HEADER)
 _HEADER_BYTES = range(1, 1024)
 """Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
 _TAIL_BYTES = 4096
@@ -89,19 +86,21 @@ class Calls:
         self._tracing = tracing
         self._admission = admission
         self._accounting = accounting
-        self._request_id_prefix = secrets.token_hex(8)
-        self._request_numbers = itertools.count(1)
+        self.request_ids = RequestIds()
         self._continuing = Continuing(settings.continuing)
         self._keep_alive = KeepAlive(settings.keep_alive_s)
         self._relayed: dict[int, ClientRequest] = {}
 
-    async def answer(self, request: ClientRequest, endpoint: Endpoint, caller: Caller) -> None:
-        """Hops 1 to 8 of docs/request-path.md. Raises ApiError when there is no answer but an error."""
+    async def answer(self, request: ClientRequest, endpoint: Endpoint, caller: Caller, asked_path: str = "") -> None:
+        """Hops 1 to 8 of docs/request-path.md. `asked_path` is the client's own, where that is not the endpoint's.
+        Raises ApiError when there is no answer but an error."""
+        asked_path = asked_path or endpoint.path
         try:
             call = self._receive(request, endpoint, caller)
         except ApiError as error:
-            self._accounting.unreadable(request.headers, endpoint, caller, error, time.time_ns())
+            self._accounting.unreadable(request.headers, asked_path, caller, error, time.time_ns())
             raise
+        call.asked_path = asked_path
         named = request_id_headers(endpoint.dialect, call.request_id)
         line = Line(request, endpoint.dialect, ChainMap(call.answer_headers, named, _STREAM_HEADERS), call.started_s)
         status = CLIENT_CLOSED_REQUEST
@@ -154,9 +153,7 @@ class Calls:
         started_s, started_ns = time.monotonic(), time.time_ns()
         headers = request.headers
         asked = read_body(endpoint, headers.get("content-type", ""), request.body)
-        request_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = f"{self._request_id_prefix}{next(self._request_numbers):010x}"
+        request_id = self.request_ids.of(headers)
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
         targets = read_targets(headers, self._settings.request_timeout_s, caller.priority)

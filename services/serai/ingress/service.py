@@ -213,19 +213,30 @@ class Ingress:
                 raise request.problem
             await self._routes.find(request.method, request.path)(request)
         except ApiError as error:
-            _respond_error(request, error)
+            self._respond_error(request, error)
         except ClientGone:
             raise
         except Exception:
             log.exception("http.failed", path=request.path)
             text = "The gateway failed; the error is in its log."
-            _respond_error(request, ApiError(500, text, kind="server_error", code="internal"))
+            self._respond_error(request, ApiError(500, text, kind="server_error", code="internal"))
+
+    def _respond_error(self, request: HttpRequest, error: ApiError) -> None:
+        endpoint = BY_PATH.get(request.path.rstrip("/"))
+        dialect = Dialect.OPENAI if endpoint is None else endpoint.dialect
+        if error.request_id is None:
+            error.request_id = self._calls.request_ids.of(request.headers)
+        headers = _JSON | error.headers | request_id_headers(dialect, error.request_id)
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        request.respond(error.status, headers, error_body(dialect, error))
 
     async def on_inference(self, request: HttpRequest) -> None:
         """Hop 1 begins here: docs/request-path.md."""
         caller = await self._caller(request)
-        asked, endpoint = as_served(request, BY_PATH[request.path.rstrip("/")], self._serving)
-        await self._calls.answer(asked, endpoint, caller)
+        own = BY_PATH[request.path.rstrip("/")]
+        asked, endpoint = as_served(request, own, self._serving)
+        await self._calls.answer(asked, endpoint, caller, own.path)
 
     def _serving(self, name: str) -> list[SessionRecord]:
         """The sessions of all models that a client may mean by `name`."""
@@ -328,14 +339,3 @@ def _asks_for_all(request: HttpRequest) -> bool:
 
 def _respond_json(request: HttpRequest, status: int, content: object) -> None:
     request.respond(status, _JSON, orjson.dumps(content))
-
-
-def _respond_error(request: HttpRequest, error: ApiError) -> None:
-    endpoint = BY_PATH.get(request.path.rstrip("/"))
-    dialect = Dialect.OPENAI if endpoint is None else endpoint.dialect
-    headers = _JSON | error.headers
-    if error.request_id is not None:
-        headers |= request_id_headers(dialect, error.request_id)
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    request.respond(error.status, headers, error_body(dialect, error))

@@ -61,9 +61,10 @@ _TRANSLATED = {
         engines=frozenset({"vllm", "emulated"}),
     ),
 }
-_BETTER_TRANSLATED = frozenset({("llamacpp", "/v1/responses")})
-"""Engines whose own endpoint no client can rely on. llama.cpp's tells an answer that was cut as complete, drops what it
-does not know (tools, files), and its events lack `output_index`, without which OpenAI's client fails."""
+_BETTER_TRANSLATED = frozenset({("llamacpp", "/v1/responses"), ("llamacpp", "/v1/messages")})
+"""Engines whose own endpoint no client can rely on. llama.cpp's Responses tell an answer that was cut as complete, drop
+what they do not know (tools, files), and their events lack `output_index`, without which OpenAI's client fails; its
+Messages drop documents without a word, and cannot go on at another session."""
 
 
 def as_served(

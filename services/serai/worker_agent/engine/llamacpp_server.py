@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--parallel", type=int, default=4, help="requests decoded at once (default: 4)")
     parser.add_argument("--context-tokens", type=int, default=2048, help="context of each of them (default: 2048)")
-    parser.add_argument("--embeddings", action="store_true", help="serve /v1/embeddings, too: mean of the tokens' vectors")
+    parser.add_argument("--embeddings", action="store_true", help="serve /v1/embeddings, too")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
 
 
