@@ -49,7 +49,7 @@ from serai.contracts.session_record import (
     SessionMetadata,
     SessionRecord,
 )
-from serai.contracts.status import ProbeAnswer, ProbeRequest, SessionStatus
+from serai.contracts.status import Phase, ProbeAnswer, ProbeRequest, SessionStatus, SlackSummary
 from serai.contracts.usage import Outcome, Spent, SpentAnswer, SpentRequest, UsageRecord
 
 WIRE = Path(__file__).parent / "wire"
@@ -98,7 +98,30 @@ _METADATA = SessionMetadata(
     restart_count=1,
 )
 _RECORD = SessionRecord("alps-slurm-4711-1-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
-_STATUS = SessionStatus(_RECORD.session, 42, Lifecycle.SERVING, 5, 1.0, 17, 3_021, 98_765_432, 3, 2.5, 3_599.5)
+_STATUS = SessionStatus(
+    _RECORD.session,
+    42,
+    Lifecycle.SERVING,
+    5,
+    1.0,
+    in_flight=17,
+    requests_total=3_021,
+    output_bytes_total=98_765_432,
+    queued=3,
+    stalled_s=2.5,
+    allocation_remaining_s=3_599.5,
+    running=14,
+    kv_tokens_used=123_456,
+    kv_tokens_free=400_832,
+    prefill_tokens_per_s=5_120.5,
+    decode_tokens_per_s=712.0,
+    phase=Phase.MIXED,
+    slack=SlackSummary(14, 1.25, 0.5, -0.25),
+    gpu_power_w=2_410.0,
+    gpu_energy_j=8_675_309.0,
+    gpu_celsius=71.0,
+    gpu_throttled=True,
+)
 _USAGE = UsageRecord(
     id="6d1f0c5a9e3b4f270000000001",
     started="2026-11-30T17:59:58.123Z",
@@ -146,6 +169,7 @@ MESSAGES: list[object] = [
     _METADATA,
     _METADATA.draining,
     _STATUS,
+    SlackSummary(14, 1.25, 0.5, -0.25),
     _METADATA.gpus[0],
     _METADATA.parallelism,
     ProbeRequest("alps-slurm-4711-1-c0ffee123456"),

@@ -20,6 +20,7 @@ from serai.contracts.codec import (
     encode,
     encode_frame,
     encode_frames,
+    encode_sparse,
     frame_bytes,
 )
 from serai.contracts.inference import (
@@ -31,7 +32,7 @@ from serai.contracts.inference import (
     ResponseHead,
 )
 from serai.contracts.registry import SnapshotPage, SnapshotRequest
-from serai.contracts.session_record import SessionRecord
+from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.contracts.status import SessionStatus
 
 MESSAGES = (
@@ -165,3 +166,22 @@ def test_any_bytes_are_frames_or_malformed(data: bytes) -> None:
 def test_frames_show_what_they_are() -> None:
     assert repr(Frame(FrameKind.DATA, 7, 1, 3, b"x")) == "Frame(DATA stream=7 attempt=1 seq=3 b'x')"
     assert repr(Frame(99, 7, 1, 3)) == "Frame(99 stream=7 attempt=1 seq=3 b'')"
+
+
+@given(values(SessionStatus))
+def test_what_is_said_sparsely_is_the_same(status: SessionStatus) -> None:
+    sparse = encode_sparse(status)
+    assert decode(SessionStatus, sparse) == status
+    assert len(sparse) <= len(encode(status))
+
+
+def test_what_is_at_its_default_is_not_said() -> None:
+    status = SessionStatus("s", 1, Lifecycle.SERVING, 2, 1.0, in_flight=3)
+    assert json.loads(encode_sparse(status)) == {
+        "session": "s",
+        "sequence": 1,
+        "lifecycle": 1,
+        "version": 2,
+        "interval_s": 1.0,
+        "in_flight": 3,
+    }

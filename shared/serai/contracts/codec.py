@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from serai.contracts.inference import Frame
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -23,6 +27,7 @@ FRAME_HEAD_BYTES = _HEAD.size
 
 _decoders: dict[type, msgspec.json.Decoder[object]] = {}
 _encoder = msgspec.json.Encoder()
+_defaults: dict[type, list[tuple[str, Any]]] = {}
 
 
 class MalformedMessage(ValueError):
@@ -32,6 +37,17 @@ class MalformedMessage(ValueError):
 def encode(message: object) -> bytes:
     """A dataclass message as JSON bytes."""
     return _encoder.encode(message)
+
+
+def encode_sparse(message: DataclassInstance) -> bytes:
+    """As `encode`, without the fields that have their default: for what is said every second, mostly of nothing.
+    `decode` reads both."""
+    kind = type(message)
+    known = _defaults.get(kind)
+    if known is None:
+        known = _defaults[kind] = [(field.name, field.default) for field in fields(message)]
+    said = {name: value for name, default in known if (value := getattr(message, name)) != default}
+    return _encoder.encode(said)
 
 
 def decode(kind: type[T], data: bytes | memoryview) -> T:

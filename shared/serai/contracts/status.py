@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from serai.contracts.session_record import Lifecycle
+
+
+class Phase(StrEnum):
+    """What an engine did since its last status, as far as its counters and its streams show."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    IDLE = "idle"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class SlackSummary:
+    """How far ahead of their TPOT targets the running streams are that have one (`x-slo-tpot-ms`), in seconds: tokens
+    after the first, times the target, less the time since the first. Below 0: behind."""
+
+    streams: int
+    mean_s: float
+    low_s: float
+    """A tenth of the streams have less."""
+    least_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +52,25 @@ class SessionStatus:
     whose engine is stalled gets no requests. Said at once when it changes."""
     allocation_remaining_s: float | None = None
     """Time left in the allocation, in seconds; None = no end known."""
+    running: int | None = None
+    """Requests that the engine works on, by its own word; None = it does not say."""
+    kv_tokens_used: int | None = None
+    """Of the engine's KV cache. What idle prefixes hold is free with vLLM, and not with all others."""
+    kv_tokens_free: int | None = None
+    prefill_tokens_per_s: float | None = None
+    """Since the engine was last asked, a second or so before; None = it does not say."""
+    decode_tokens_per_s: float | None = None
+    phase: Phase = Phase.UNKNOWN
+    slack: SlackSummary | None = None
+    """None = no running stream has a target."""
+    gpu_power_w: float | None = None
+    """Of the session's GPUs together, as the last three; None = not known."""
+    gpu_energy_j: float | None = None
+    """Used since the session began. Only ever grows."""
+    gpu_celsius: float | None = None
+    """Of the hottest."""
+    gpu_throttled: bool = False
+    """One of them is slowed down by heat or power."""
 
 
 @dataclass(frozen=True, slots=True)
