@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 
 from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, PROBE, SESSION, STATUS
 from serai.runtime.nats_bus import NatsBus
@@ -31,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_of(settings.engine, command)
     set_up_logs("agent", settings.log_level, json=settings.log_json)
 
+    warned = asyncio.Event()
+
     async def main(stop: asyncio.Event) -> None:
         # A name of its own: the server's word that a connection has closed is all that tells whose it was.
         connection = f"agent-{os.urandom(6).hex()}"
@@ -51,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
                     tracing,
                     connection=connection,
                     gpus=await visible_gpus(),
-                    allocation_end=AllocationEnd(),
+                    allocation_end=AllocationEnd(total_s=settings.allocation_s),
                 )
-                await agent.run(stop)
+                await agent.run(stop, warned)
         finally:
             await bus.aclose()
             tracing.close()
 
-    return run_service("agent", main)
+    return run_service("agent", main, {signal.SIGUSR1: warned.set})
 
 
 def main() -> int:

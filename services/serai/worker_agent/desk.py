@@ -6,7 +6,7 @@ Every request that is here is in `_exchanges` and nowhere else: the in-flight co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -18,8 +18,10 @@ from serai.runtime.bus import Message
 from serai.runtime.http1 import HttpPool, request_head
 from serai.runtime.metrics import Counts, Histograms
 from serai.runtime.telemetry import Tracing
+from serai.worker_agent.drain import Running
 from serai.worker_agent.exchange import Exchange
 from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.request_text import answer_shape
 from serai.worker_agent.spans import RequestSpans
 
 log = structlog.get_logger()
@@ -82,6 +84,10 @@ class Desk:
     @property
     def in_flight(self) -> int:
         return len(self._exchanges)
+
+    def running(self) -> list[Running]:
+        """What is here now, with what can be said of how long it will take."""
+        return [_running(exchange) for exchange in self._exchanges.values()]
 
     def at_the_engine(self) -> list[Exchange]:
         """Requests that the engine has, and whose answers are read now: not those that wait for their reader."""
@@ -158,6 +164,18 @@ class Desk:
         for exchange in theirs:
             exchange.cancel()
         return len(theirs)
+
+    def refuse_new(self) -> None:
+        """From now on: the session drains."""
+        self.closed_because = (FailureCode.DRAINING, "this session is draining")
+
+    def hand_over(self, keys: Collection[int]) -> None:
+        """Ends these requests (`Running.key`) in a way that their ingresses survive: what has begun goes on elsewhere
+        where that is sound, what has not is tried elsewhere."""
+        for exchange in tuple(self._exchanges.values()):
+            if id(exchange) in keys:
+                message = "the session ends before the answer would"
+                exchange.fail(FailureCode.AGENT_LEFT, message, retry_safe=exchange.status == 0)
 
     def fail_all(self, code: FailureCode, message: str, *, retry_safe: bool = False) -> None:
         """Ends every request that is here."""
@@ -266,3 +284,16 @@ class Desk:
             exchange.spans.end(exchange.status, code or "", first_byte_ns, offset_ns + time.monotonic_ns())
         if not self._exchanges:
             self.on_empty()
+
+
+def _running(exchange: Exchange) -> Running:
+    if exchange.tokens_max is None:
+        exchange.tokens_max = answer_shape(exchange.body).output_tokens_max
+    steps = exchange.events - 1
+    return Running(
+        key=id(exchange),
+        since_s=exchange.received_at_s,
+        tokens_said=exchange.events,
+        tokens_max=exchange.tokens_max,
+        s_per_token=(exchange.last_engine_byte_at_s - exchange.first_byte_at_s) / steps if steps > 0 else 0.0,
+    )

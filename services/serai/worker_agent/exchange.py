@@ -47,7 +47,10 @@ class Exchange:
         "connection",
         "deadline_at_s",
         "done",
+        "events",
         "first_byte_at_s",
+        "first_data_at_s",
+        "last_data",
         "last_engine_byte_at_s",
         "last_frame_at_s",
         "on_done",
@@ -61,6 +64,7 @@ class Exchange:
         "spans",
         "status",
         "stream",
+        "tokens_max",
     )
 
     def __init__(
@@ -88,11 +92,18 @@ class Exchange:
         self.received_ns = time.time_ns()
         self.posted_at_s = 0.0
         self.first_byte_at_s = 0.0
+        self.first_data_at_s = 0.0
         self.last_engine_byte_at_s = now
         self.last_frame_at_s = now
         self.deadline_at_s = now + request.deadline_s
         self.paused_at_s: float | None = None
         self.sent_bytes = 0
+        self.events = 0
+        """Of a stream, so far: about as many as tokens."""
+        self.last_data = b""
+        """What came last of it."""
+        self.tokens_max: int | None = None
+        """As its body says; None = nobody has looked."""
         self._sent_kib_confirmed = 0
         self._outbox = outbox
         self._sequence = 0
@@ -121,7 +132,11 @@ class Exchange:
             return
         self.last_engine_byte_at_s = time.monotonic()
         self._pending.append(data)
+        if not self.sent_bytes:
+            self.first_data_at_s = self.last_engine_byte_at_s
+        self.last_data = data
         self.sent_bytes += len(data)
+        self.events += data.count(b"data:")
         self._outbox.ready(self, patient=self.request.stream)
         if self.paused_at_s is None and self._unconfirmed_bytes() >= self.request.window_bytes and self.connection:
             self.paused_at_s = self.last_engine_byte_at_s
@@ -220,5 +235,6 @@ class Exchange:
     def _finish(self, code: FailureCode | None) -> None:
         self.done = True
         self.connection = None
+        self.last_data = b""
         self.body.clear()
         self.on_done(self, code)

@@ -15,6 +15,7 @@ from serai.contracts.session_record import GpuDevice, SessionRecord
 from serai.runtime.bus import Bus
 from serai.runtime.telemetry import Tracing
 from serai.worker_agent.allocation import AllocationEnd
+from serai.worker_agent.drain_shell import Endings
 from serai.worker_agent.engine.base import Engine
 from serai.worker_agent.engine.process import EngineStarter, start_on_loopback
 from serai.worker_agent.presence import Presence
@@ -61,17 +62,23 @@ class NodeAgent:
         """Other labels from now on, for everybody."""
         self.session.relabel(labels)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop`, or until the engine ends by itself. Raises ServiceFailure with the reason then."""
+    async def run(self, stop: asyncio.Event, warned: asyncio.Event | None = None) -> None:
+        """Serves until `stop`, until its time is up, or until the engine ends by itself. Raises ServiceFailure with the
+        reason then. `warned`: the batch system says that the end is near."""
         bus = self._surroundings.bus
         bus.on_disconnect(lambda: self.session.on_disconnect())
         bus.on_reconnect(lambda: self.session.on_reconnect())
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._following_allocation())
+            endings = Endings(self._surroundings.settings, self._surroundings.allocation_end)
+            living = [
+                tasks.create_task(self._following_allocation()),
+                tasks.create_task(endings.watching(stop, warned or asyncio.Event())),
+            ]
             try:
-                await self.session.run(stop)
+                await self.session.run(endings.notice)
             finally:
-                following.cancel()
+                for task in living:
+                    task.cancel()
 
     def _new_session(self) -> Session:
         return Session(self._surroundings, self._engine, self._command, self._start_engine)

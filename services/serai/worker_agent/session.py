@@ -27,6 +27,7 @@ from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
+from serai.worker_agent.drain_shell import Notice, answer_drain_requests, drain
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
 from serai.worker_agent.engine.process import EngineStarter, RunningEngine, start_on_loopback
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
@@ -38,9 +39,6 @@ from serai.worker_agent.settings import AgentSettings
 from serai.worker_agent.watchdog import Watchdog
 
 log = structlog.get_logger()
-
-WITHDRAWAL_S = 0.25
-"""After the word that we drain: how long a request that was already on its way is still taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,10 @@ class Session:
     def record(self) -> SessionRecord:
         return self.presence.record
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop`, or until the engine ends by itself. Raises ServiceFailure with the reason then."""
+    async def run(self, notice: Notice) -> None:
+        """Serves until `notice` is given, or until the engine ends by itself. Raises ServiceFailure with the reason
+        then."""
+        stop = notice.given
         failure: ServiceFailure | None = None
         async with asyncio.TaskGroup() as tasks:
             living = [
@@ -106,7 +106,7 @@ class Session:
                 await self.presence.listen()
                 if not await self._start(stop):
                     return
-                subscriptions = await self._open_desk()
+                subscriptions = await self._open_desk(notice)
                 assert self._watchdog is not None
                 living += [tasks.create_task(self._watching()), tasks.create_task(self._watchdog.watching())]
                 self.presence.say(
@@ -114,7 +114,8 @@ class Session:
                 )
                 log.info("agent.serving", session=self.record.session, model=self._settings.model)
                 await self._until_over(stop)
-                await self._drain()
+                assert self.desk is not None
+                await drain(self.desk, notice, self._drains, self._settings.engine_stop_s)
                 await self._close_desk(subscriptions)
             except ServiceFailure as error:
                 failure = error  # Raised outside, so that it does not come wrapped in a group.
@@ -190,7 +191,7 @@ class Session:
             log.info("engine.phase", phase=phase)
             self._change(replace(metadata, loading_phase=phase))
 
-    async def _open_desk(self) -> list[Subscription]:
+    async def _open_desk(self, notice: Notice) -> list[Subscription]:
         assert self._pool is not None
         settings = self._settings
         limits = DeskLimits(
@@ -221,6 +222,7 @@ class Session:
             await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
             await self._bus.subscribe(CANCEL.of(session), desk.on_cancel),
             await self._readers.start(),
+            await answer_drain_requests(self._bus, session, notice, lambda: desk.in_flight),
         ]
         await self._bus.barrier()
         return subscriptions
@@ -268,25 +270,6 @@ class Session:
 
     # -- end -----------------------------------------------------------------------------------------------------
 
-    async def _drain(self) -> None:
-        """No new requests; those that run may finish for `drain_s`; the rest get an honest error."""
-        assert self.desk is not None
-        desk = self.desk
-        left_s = self._settings.drain_s
-        self._change(replace(self.record.metadata, draining=Draining("stopping", left_s)))
-        log.info("agent.draining", in_flight=desk.in_flight, at_most_s=left_s)
-        await asyncio.sleep(WITHDRAWAL_S)
-        desk.closed_because = (FailureCode.DRAINING, "this session is draining")
-        empty = asyncio.Event()
-        desk.on_empty = empty.set
-        if desk.in_flight:
-            try:
-                async with asyncio.timeout(left_s):
-                    await empty.wait()
-            except TimeoutError:
-                log.warning("agent.drain_incomplete", in_flight=desk.in_flight)
-                desk.fail_all(FailureCode.AGENT_LEFT, "the session ended before the answer did", retry_safe=True)
-
     async def _close_desk(self, subscriptions: list[Subscription]) -> None:
         """Unsubscribe, barrier, wait for what was on its way: nats-py's own drain loses it."""
         for subscription in subscriptions:
@@ -308,6 +291,9 @@ class Session:
             await self._process.stop(self._settings.engine_stop_s)
 
     # -- what the others know of us ------------------------------------------------------------------------------
+
+    def _drains(self, draining: Draining) -> None:
+        self._change(replace(self.record.metadata, draining=draining))
 
     def relabel(self, labels: dict[str, str]) -> None:
         """Other labels from now on, for everybody."""

@@ -20,12 +20,21 @@ class AgentSettings(ConnectionSettings):
     engine_model: str = setting("", "name the engine answers to, when it is not --model")
     engine_api_key: str = setting("", "key the engine asks for")
     provider: str = setting("local", "institution that owns the hardware")
-    allocation: str = setting("", "name of the allocation; default: Slurm job, pod or process")
+    allocation: str = setting("", "name of the allocation; default: Slurm or PBS job, pod or process")
     concurrency_max: int = setting(1024, "requests taken at once; more are refused as busy")
     body_bytes_max: int = setting(32 * 1024 * 1024, "largest request body, in bytes")
     start_timeout_s: float = setting(1800.0, "how long the engine may take to serve, in seconds")
     engine_silence_s: float = setting(600.0, "a request from whose engine nothing came for so long is ended")
-    drain_s: float = setting(60.0, "how long running requests may take to finish after SIGTERM, in seconds")
+    drain_s: float = setting(
+        60.0, "how long running requests may take to finish once told to end, in seconds, when nobody kills us sooner"
+    )
+    grace_s: float = setting(
+        0.0,
+        "time between SIGTERM and SIGKILL, in seconds, e.g. a pod's terminationGracePeriodSeconds; 0 = as usual there",
+    )
+    allocation_s: float = setting(
+        0.0, "time limit of the allocation from now on, in seconds, where no batch system tells it; 0 = none"
+    )
     engine_stop_s: float = setting(10.0, "how long the engine may take to end before it is killed, in seconds")
     status_interval_s: float = setting(1.0, "time between signs of life, in seconds")
     rejoin_after_s: float = setting(
@@ -62,8 +71,15 @@ class AgentSettings(ConnectionSettings):
         for flag, value in positive.items():
             if value <= 0:
                 raise ValueError(f"{flag} {value:g}: must be above 0")
-        if self.drain_s < 0 or self.engine_stop_s < 0:
-            raise ValueError("--drain-s and --engine-stop-s must not be negative")
+        not_negative = {
+            "--drain-s": self.drain_s,
+            "--engine-stop-s": self.engine_stop_s,
+            "--grace-s": self.grace_s,
+            "--allocation-s": self.allocation_s,
+        }
+        for flag, value in not_negative.items():
+            if value < 0:
+                raise ValueError(f"{flag} {value:g}: must not be negative")
         if self.prefill_s_per_token < 0:
             raise ValueError("--prefill-s-per-token must not be negative; 0 = by kind of engine")
         _check_labels(self.labels)
@@ -75,11 +91,12 @@ class AgentSettings(ConnectionSettings):
 
     @property
     def allocation_name(self) -> str:
-        """Slurm's job, Kubernetes' pod, or this process on this host. Retries go to another allocation, so the name
-        differs between hosts."""
+        """Slurm's or PBS' job, Kubernetes' pod, or this process on this host. Retries go to another allocation, so the
+        name differs between hosts."""
         return (
             self.allocation
             or (f"slurm-{os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else "")
+            or (f"pbs-{os.environ['PBS_JOBID']}" if os.environ.get("PBS_JOBID") else "")
             or os.environ.get("POD_NAME", "")
             or f"host-{host_name()}-{os.getpid()}"
         )

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,14 +30,19 @@ class ServiceFailure(Exception):
         self.exit_code = exit_code
 
 
-def run_service(name: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> int:
-    """Runs `main(stop)` on uvloop until it returns; SIGTERM and SIGINT set `stop`. Returns the exit code.
+def run_service(
+    name: str,
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+    handlers: Mapping[signal.Signals, Callable[[], None]] | None = None,
+) -> int:
+    """Runs `main(stop)` on uvloop until it returns; SIGTERM and SIGINT set `stop`. Returns the exit code. `handlers`
+    are for further signals.
 
     A second signal ends the process at once, for a person who has waited long enough.
     """
     failures: list[BaseException] = []
     try:
-        uvloop.run(_with_signals(name, main))
+        uvloop.run(_with_signals(name, main, handlers or {}))
     except* (ServiceFailure, BusError) as group:
         failures += _leaves(group)
     if not failures:
@@ -46,7 +51,11 @@ def run_service(name: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, N
     return int(getattr(failures[0], "exit_code", 1))
 
 
-async def _with_signals(name: str, main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+async def _with_signals(
+    name: str,
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+    handlers: Mapping[signal.Signals, Callable[[], None]],
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     stopped_at_s = 0.0
@@ -65,6 +74,8 @@ async def _with_signals(name: str, main: Callable[[asyncio.Event], Coroutine[Any
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    for further, handler in handlers.items():
+        loop.add_signal_handler(further, handler)
     # What is alive now (modules, settings) lives for ever: keep the collector from walking it on every full run.
     gc.collect()
     gc.freeze()
