@@ -51,6 +51,8 @@ class Ending:
     left_s: float
     why: str = ""
     """For people."""
+    requests_s: float = math.inf
+    """For how long requests may run at most, however much time there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,8 @@ class Drain:
             return []
         left_s = max(0.0, event.ending.left_s)
         # A short grace is shared: an engine that is killed frees its GPU, too.
-        until_s = now + left_s - min(self._reserve_s, left_s / 2)
+        requests_s = min(left_s - min(self._reserve_s, left_s / 2), event.ending.requests_s)
+        until_s = now + max(0.0, requests_s)
         if self.stage is Stage.SERVING:
             self.stage, self._told_at_s = Stage.ANNOUNCED, now
         elif not event.final and until_s >= self._until_s:

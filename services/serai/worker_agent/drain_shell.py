@@ -169,13 +169,15 @@ class Endings:
 
     async def _when_stopped(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        self.notice.give(Ending(Reason.STOPPING, self._grace_s))
+        self.notice.give(Ending(Reason.STOPPING, self._grace_s, requests_s=self._settings.drain_s))
         # It has begun; whose wish it was, and when the process will be killed, the batch system can tell.
         told = await self._allocation.ending() if self._allocation is not None else None
         if told is None:
             return
         if told.reason is Reason.ALLOCATION_END and told.left_s > self._wanted_s + CLOCK_MARGIN_S:
             told = Ending(Reason.STOPPING, self._wanted_s, told.why)  # By hand: there is no other reason.
+        if told.reason is Reason.STOPPING:
+            told = replace(told, requests_s=self._settings.drain_s)
         self.notice.give(told, final=True)
 
     async def _when_warned(self, warned: asyncio.Event) -> None:
