@@ -44,6 +44,7 @@ from serai.contracts.registry import (
 from serai.contracts.session_record import (
     Draining,
     EngineParallelism,
+    Fault,
     GpuDevice,
     Lifecycle,
     SessionMetadata,
@@ -96,6 +97,7 @@ _METADATA = SessionMetadata(
     kv_tokens_max=524_288,
     endpoints=["/v1/chat/completions"],
     restart_count=1,
+    faults=[Fault("Xid 79: fallen off the bus", "2026-11-30T17:00:00Z", "GPU-1b2c3d4e")],
 )
 _RECORD = SessionRecord("alps-slurm-4711-1-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
 _STATUS = SessionStatus(
@@ -172,6 +174,7 @@ MESSAGES: list[object] = [
     SlackSummary(14, 1.25, 0.5, -0.25),
     _METADATA.gpus[0],
     _METADATA.parallelism,
+    _METADATA.faults[0],
     ProbeRequest("alps-slurm-4711-1-c0ffee123456"),
     ProbeAnswer("alps-slurm-4711-1-c0ffee123456", False, Lifecycle.SERVING, 5, 2.5),
     DrainRequest("its successor serves", 1_800.5),

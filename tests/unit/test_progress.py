@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serai.worker_agent.engine.counters import LLAMACPP_COUNTERS, VLLM_COUNTERS, counters_in
+from serai.worker_agent.engine.counters import LLAMACPP_COUNTERS, VLLM_COUNTERS
+from serai.worker_agent.engine_metrics import counters_of, samples_in
 from serai.worker_agent.progress import LIMIT_S, ProgressWatch, RunningRequest
 from serai.worker_agent.request_text import SETUP_S, answer_shape
 
@@ -214,7 +215,8 @@ vllm:generation_tokens_total_created{engine="1"} 99
 vllm:prompt_tokens_total 5
 vllm:iteration_tokens_total_count{engine="0"} nonsense
 """
-    assert counters_in(text, VLLM_COUNTERS) == (43.0, 5.0, 0.0)
-    assert counters_in(text, LLAMACPP_COUNTERS) is None
-    assert counters_in(b"vllm:prompt_tokens_total 0.0\n", VLLM_COUNTERS) is None
-    assert counters_in(b"", VLLM_COUNTERS) is None
+    samples = samples_in(text, VLLM_COUNTERS)
+    assert counters_of(samples, VLLM_COUNTERS) == (43.0, 5.0, 0.0)
+    assert counters_of(samples, LLAMACPP_COUNTERS) is None
+    assert counters_of(samples_in(b"vllm:prompt_tokens_total 0.0\n", VLLM_COUNTERS), VLLM_COUNTERS) is None
+    assert counters_of(samples_in(b"", VLLM_COUNTERS), VLLM_COUNTERS) is None

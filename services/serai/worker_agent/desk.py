@@ -80,6 +80,8 @@ class Desk:
         self._progress_at_s = float("-inf")
         """When the last byte came of the answers that have ended."""
         self.on_empty: Callable[[], None] = lambda: None
+        self.on_cancelled: Callable[[Exchange], None] = lambda _: None
+        """The engine should stop working on this one."""
 
     @property
     def in_flight(self) -> int:
@@ -276,6 +278,8 @@ class Desk:
             if exchange.status < 400:
                 self._progress_at_s = max(self._progress_at_s, exchange.last_engine_byte_at_s)
         REQUESTS.of(code or "ok").add()
+        if code is FailureCode.CANCELLED:
+            self.on_cancelled(exchange)
         if exchange.first_byte_at_s:
             FIRST_BYTE.of().observe(exchange.first_byte_at_s - exchange.posted_at_s)
         if exchange.spans is not None:

@@ -10,13 +10,13 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import structlog
 
-from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.codec import MalformedMessage, decode, encode, encode_sparse
 from serai.contracts.session_record import Lifecycle, SessionMetadata, SessionRecord
-from serai.contracts.status import ProbeAnswer, SessionStatus
+from serai.contracts.status import Phase, ProbeAnswer, SessionStatus, SlackSummary
 from serai.contracts.subjects import PROBE, SESSION, STATUS
 from serai.runtime.bus import Bus, BusDisconnected, BusError, Message, Subscription
 from serai.runtime.service import ServiceFailure
@@ -35,6 +35,27 @@ RETURN_SPREAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Vitals:
+    """Of engine and GPUs; fields as in `SessionStatus`."""
+
+    queued: int = 0
+    running: int | None = None
+    kv_tokens_used: int | None = None
+    kv_tokens_free: int | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    phase: Phase = Phase.UNKNOWN
+    slack: SlackSummary | None = None
+    gpu_power_w: float | None = None
+    gpu_energy_j: float | None = None
+    gpu_celsius: float | None = None
+    gpu_throttled: bool = False
+
+
+_VITALS = [field.name for field in fields(Vitals)]
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a sign of life says beside that we live."""
 
@@ -43,6 +64,8 @@ class Work:
     output_bytes_total: int = 0
     stalled_s: float = 0.0
     allocation_remaining_s: float | None = None
+    vitals: Callable[[], Vitals] = Vitals
+    """Worked out only when they are said."""
 
 
 class Presence:
@@ -239,6 +262,7 @@ class Presence:
             return
         self._status_sequence += 1
         record, work = self.record, self._work()
+        vitals = work.vitals()
         status = SessionStatus(
             session=record.session,
             sequence=self._status_sequence,
@@ -250,9 +274,10 @@ class Presence:
             output_bytes_total=work.output_bytes_total,
             stalled_s=work.stalled_s,
             allocation_remaining_s=work.allocation_remaining_s,
+            **{name: getattr(vitals, name) for name in _VITALS},
         )
         try:
-            self._bus.publish(STATUS.of(status.session), encode(status))
+            self._bus.publish(STATUS.of(status.session), encode_sparse(status))
         except BusDisconnected:
             pass  # Silence is what a disconnected agent should be.
 

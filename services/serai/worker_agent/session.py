@@ -31,11 +31,15 @@ from serai.worker_agent.drain_shell import Notice, answer_drain_requests, drain
 from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
 from serai.worker_agent.engine.process import EngineStarter, RunningEngine, start_on_loopback
 from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
+from serai.worker_agent.engine_reports import EngineReports
+from serai.worker_agent.faults import ENGINE_DIED, with_fault
 from serai.worker_agent.first_record import first_record
+from serai.worker_agent.gpu_watch import GpuWatch
 from serai.worker_agent.outbox import Outbox
-from serai.worker_agent.presence import Presence, Work
+from serai.worker_agent.presence import Presence, Vitals, Work
 from serai.worker_agent.readers import Readers
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.vitals import VitalSigns
 from serai.worker_agent.watchdog import Watchdog
 
 log = structlog.get_logger()
@@ -52,29 +56,20 @@ class Surroundings:
     """The name under which the NATS server knows `bus`."""
     gpus: Sequence[GpuDevice] = ()
     allocation_end: AllocationEnd | None = None
+    start_engine: EngineStarter = start_on_loopback
+    clearance: Clearance = NothingInTheWay()
 
 
 class Session:
     """One session of an agent. `run` returns when it has left; it runs once."""
 
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        engine: Engine,
-        command: Sequence[str],
-        start_engine: EngineStarter = start_on_loopback,
-    ) -> None:
+    def __init__(self, surroundings: Surroundings, engine: Engine, command: Sequence[str]) -> None:
         settings = self._settings = surroundings.settings
         self._bus = surroundings.bus
         self._tracing = surroundings.tracing
         self._allocation_end = surroundings.allocation_end
-        self._engine = engine
-        self._command = command
-        self._start_engine = start_engine
-        self._process: RunningEngine | None = None
-        self._origin = Origin.parse(settings.engine_url) if settings.engine_url else None
-        key = settings.engine_api_key
-        self._engine_headers = {"authorization": f"Bearer {key}"} if key else {}
+        start, clearance = surroundings.start_engine, surroundings.clearance
+        self._engine = EngineRun(settings, engine, command, start, clearance, self._on_progress)
         self.presence = Presence(
             self._bus,
             first_record(settings, engine.kind, command, surroundings.connection, surroundings.gpus),
@@ -82,21 +77,21 @@ class Session:
             status_interval_s=settings.status_interval_s,
             rejoin_after_s=settings.rejoin_after_s,
         )
-        self._pool: HttpPool | None = None
         self._served = ServedModel("")
         self.desk: Desk | None = None
         self._readers: Readers | None = None
         self._watchdog: Watchdog | None = None
+        self._vitals: VitalSigns | None = None
 
     @property
     def record(self) -> SessionRecord:
         return self.presence.record
 
-    async def run(self, notice: Notice) -> None:
-        """Serves until `notice` is given, or until the engine ends by itself. Raises ServiceFailure with the reason
-        then."""
+    async def run(self, notice: Notice, pause_s: float = 0.0) -> None:
+        """Serves until `notice` is given, or until the engine ends by itself: then it raises EngineFailed. Raises
+        ServiceFailure when its id is spent. `pause_s`: how long to wait before the engine is started."""
         stop = notice.given
-        failure: ServiceFailure | None = None
+        failure: ServiceFailure | EngineFailed | None = None
         async with asyncio.TaskGroup() as tasks:
             living = [
                 tasks.create_task(self.presence.announcing()),
@@ -104,21 +99,28 @@ class Session:
             ]
             try:
                 await self.presence.listen()
-                if not await self._start(stop):
+                if not await self._start(stop, pause_s):
                     return
                 subscriptions = await self._open_desk(notice)
                 assert self._watchdog is not None
-                living += [tasks.create_task(self._watching()), tasks.create_task(self._watchdog.watching())]
+                assert self._vitals is not None
+                living += [
+                    tasks.create_task(self._watching()),
+                    tasks.create_task(self._watchdog.watching()),
+                    tasks.create_task(self._vitals.watching()),
+                ]
                 self.presence.say(
                     Lifecycle.SERVING, replace(self.record.metadata, loading_progress=None, loading_phase="")
                 )
                 log.info("agent.serving", session=self.record.session, model=self._settings.model)
-                await self._until_over(stop)
+                await self._unless_over(stop, self._engine.end(), self._until_hung())
                 assert self.desk is not None
                 await drain(self.desk, notice, self._drains, self._settings.engine_stop_s)
                 await self._close_desk(subscriptions)
-            except ServiceFailure as error:
+            except (ServiceFailure, EngineFailed) as error:
                 failure = error  # Raised outside, so that it does not come wrapped in a group.
+                if isinstance(error, EngineFailed):
+                    self._say_failed(error.end)
             finally:
                 for task in living:
                     task.cancel()
@@ -129,71 +131,75 @@ class Session:
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    async def _start(self, stop: asyncio.Event) -> bool:
+    async def _start(self, stop: asyncio.Event, pause_s: float) -> bool:
         """Starts the engine and waits until it serves. False when told to stop meanwhile."""
-        if self._origin is None:
-            self._origin = await self._start_process()
-        self._pool = HttpPool(self._origin)
-        serving = asyncio.ensure_future(
-            wait_until_serving(
-                self._engine,
-                self._pool,
-                self._settings.engine_model or self._settings.model,
-                self._engine_headers,
-                self._on_phase,
-                deadline_s=self._settings.start_timeout_s,
-            )
-        )
-        stopping = asyncio.ensure_future(stop.wait())
-        spent = asyncio.ensure_future(self.presence.spent.wait())
-        ends: set[asyncio.Future[object]] = {serving, stopping, spent}  # type: ignore[arg-type]
-        if self._process is not None:
-            ends.add(self._process.exited)  # type: ignore[arg-type]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
+        if pause_s > 0:
+            self._on_progress(Progress(Phase.QUEUED))
+            if await self._unless_over(stop, asyncio.sleep(pause_s)):
                 return False
-            if self._process is not None and self._process.exited.done():
-                raise ServiceFailure(self._exit_story("before it served"))
-            self.presence.refuse_spent_id()
-            self._serves(serving.result())
-            return True
-        except (EngineMisconfigured, TimeoutError) as error:
-            raise ServiceFailure(f"{error}{self._tail()}") from error
-        finally:
-            serving.cancel()
-            stopping.cancel()
-            spent.cancel()
+        starting = asyncio.ensure_future(self._engine.start())
+        if await self._unless_over(stop, starting):
+            return False
+        self._serves(starting.result())
+        return True
 
-    async def _start_process(self) -> Origin:
+    async def _unless_over(self, stop: asyncio.Event, *work: Awaitable[object]) -> bool:
+        """Until one of `work` is done or raises, which this raises; or until told to stop, which is True. Raises
+        ServiceFailure when our id is spent."""
+        working = [asyncio.ensure_future(one) for one in work]
+        over = [asyncio.ensure_future(event.wait()) for event in (stop, self.presence.spent)]
         try:
-            self._process, origin = await self._start_engine(self._engine, self._command)
-        except EngineMisconfigured as error:
-            raise ServiceFailure(str(error), exit_code=2) from error
-        except OSError as error:
-            raise ServiceFailure(f"cannot start {self._command[0]!r}: {error.strerror}", exit_code=2) from error
-        return origin
+            await asyncio.wait([*working, *over], return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                return True
+            self.presence.refuse_spent_id()
+            for one in working:
+                if one.done():
+                    one.result()
+            return False
+        finally:
+            for one in (*working, *over):
+                one.cancel()
+            await asyncio.gather(*working, *over, return_exceptions=True)
 
     def _serves(self, served: ServedModel) -> None:
         self._served = served
         metadata = replace(
             self.record.metadata,
             engine_model=served.engine_model,
-            fingerprint=fingerprint(self._engine.kind, served),
+            fingerprint=fingerprint(self._engine.engine.kind, served),
             context_tokens_max=served.context_tokens_max,
             endpoints=served.endpoints,
+            quantization=served.traits.quantization[:TEXT_CHARACTERS_MAX],
+            dtype=served.traits.dtype[:TEXT_CHARACTERS_MAX],
+            engine_version=served.traits.engine_version[:TEXT_CHARACTERS_MAX],
         )
         self.presence.note(metadata)  # It is said with SERVING.
 
-    def _on_phase(self, phase: str) -> None:
-        metadata = self.record.metadata
-        if phase != metadata.loading_phase:
-            log.info("engine.phase", phase=phase)
-            self._change(replace(metadata, loading_phase=phase))
+    def _on_gpu_fault(self, gpu: str, what: str) -> None:
+        self._change(with_fault(self.record.metadata, what, gpu))
+
+    def _on_progress(self, progress: Progress) -> None:
+        """Says each phase, and within one each tenth."""
+        metadata, share = self.record.metadata, progress.share
+        said = metadata.loading_progress
+        if progress.phase != metadata.loading_phase:
+            log.info("engine.phase", phase=progress.phase)
+        elif share is None or (said is not None and abs(share - said) < SHARE_SAID):
+            return
+        rate = round(progress.bytes_per_s / 2**20)
+        log.debug("engine.progress", phase=progress.phase, share=share, mib_per_s=rate)
+        self._change(replace(metadata, loading_phase=str(progress.phase), loading_progress=share))
+
+    def _say_failed(self, end: EngineEnd) -> None:
+        """That it is over, and why: those who look at the record should not need our log."""
+        why = f"{end.cause}: {end.text}"[:TEXT_CHARACTERS_MAX]
+        self.presence.say(
+            Lifecycle.DOWN, replace(self.record.metadata, failure=why, loading_phase="", loading_progress=None)
+        )
 
     async def _open_desk(self, notice: Notice) -> list[Subscription]:
-        assert self._pool is not None
-        settings = self._settings
+        pool, settings = self._engine.pool, self._settings
         limits = DeskLimits(
             concurrency_max=settings.concurrency_max,
             body_bytes_max=settings.body_bytes_max,
@@ -203,17 +209,21 @@ class Session:
         about_engine: dict[str, str | int] = {
             "gen_ai.provider.name": self.record.metadata.engine,
             "gen_ai.request.model": self.record.metadata.engine_model,
-            "server.address": self._pool.origin.host,
-            "server.port": self._pool.origin.port,
+            "server.address": pool.origin.host,
+            "server.port": pool.origin.port,
         }
-        desk = self.desk = Desk(self._pool, outbox, limits, self._tracing, self._engine_headers, about_engine)
+        desk = self.desk = Desk(pool, outbox, limits, self._tracing, self._engine.headers, about_engine)
+        reports = EngineReports(self._pool, self._engine, self._engine_headers, lambda: desk.in_flight)
+        gpus = GpuWatch(self.record.metadata.gpus, self._on_gpu_fault)
+        self._vitals = VitalSigns(desk, reports, gpus, engine_is_ours=not settings.engine_url)
         self._watchdog = Watchdog(
             desk,
-            self._pool,
-            self._engine,
+            pool,
+            self._engine.engine,
             self._served,
-            self._engine_headers,
+            self._engine.headers,
             self.presence.show_life,
+            reports,
             prefill_s_per_token=settings.prefill_s_per_token or None,
         )
         self._readers = Readers(self._bus, desk)
@@ -229,21 +239,19 @@ class Session:
 
     # -- while it serves -----------------------------------------------------------------------------------------
 
-    async def _until_over(self, stop: asyncio.Event) -> None:
-        stopping = asyncio.ensure_future(stop.wait())
-        spent = asyncio.ensure_future(self.presence.spent.wait())
-        ends: set[asyncio.Future[object]] = {stopping, spent}  # type: ignore[arg-type]
-        if self._process is not None:
-            ends.add(self._process.exited)  # type: ignore[arg-type]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            spent.cancel()
-        self.presence.refuse_spent_id()
-        if self._process is not None and self._process.exited.done():
-            self.presence.say(Lifecycle.DOWN)
-            raise ServiceFailure(self._exit_story("while it served"))
+    async def _until_hung(self) -> None:
+        """Raises EngineFailed when the engine gets on with nothing for long, not even with a canary."""
+        limit_s = self._settings.engine_hung_s
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            watchdog = self._watchdog
+            if limit_s <= 0 or watchdog is None or watchdog.stalled_s <= limit_s:
+                continue
+            try:
+                await canary(self._engine.pool, self._served.engine_model, self._engine.headers, HUNG_CANARY_S)
+            except (NotServing, HttpFailure, TimeoutError):
+                if watchdog.stalled_s > limit_s:
+                    self._engine.hung(watchdog.stalled_s)
 
     def on_disconnect(self) -> None:
         """NATS is lost."""
@@ -285,10 +293,7 @@ class Session:
             self.desk.fail_all(FailureCode.AGENT_LEFT, "the session ended before the answer did", retry_safe=True)
             await asyncio.sleep(0)  # Lets the outbox send.
         await self.presence.leave()
-        if self._pool is not None:
-            await self._pool.aclose()
-        if self._process is not None:
-            await self._process.stop(self._settings.engine_stop_s)
+        await self._engine.stop(self._settings.engine_stop_s)
 
     # -- what the others know of us ------------------------------------------------------------------------------
 
@@ -312,16 +317,5 @@ class Session:
             # Tenths are enough for anybody, and every digit is sent every second.
             stalled_s=round(watchdog.stalled_s, 1) if watchdog else 0.0,
             allocation_remaining_s=None if remaining_s is None else round(remaining_s),
+            vitals=self._vitals.now if self._vitals else Vitals,
         )
-
-    # -- words for people ----------------------------------------------------------------------------------------
-
-    def _exit_story(self, when: str) -> str:
-        assert self._process is not None
-        code = self._process.exited.result()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the engine {how} {when}{self._tail()}"
-
-    def _tail(self) -> str:
-        lines = self._process.last_lines if self._process else []
-        return ("; its last lines:\n  " + "\n  ".join(lines)) if lines else ""

@@ -13,11 +13,12 @@ from collections.abc import Callable
 import structlog
 from prometheus_client import Gauge
 
-from serai.runtime.http1 import HttpFailure, HttpPool, fetch
+from serai.runtime.http1 import HttpFailure, HttpPool
 from serai.worker_agent.desk import Desk
 from serai.worker_agent.engine.base import Engine, NotServing, ServedModel
-from serai.worker_agent.engine.counters import counters_in
 from serai.worker_agent.engine.readiness import canary
+from serai.worker_agent.engine_metrics import counters_of
+from serai.worker_agent.engine_reports import EngineReports
 from serai.worker_agent.exchange import Exchange
 from serai.worker_agent.progress import QUIET_S, ProgressWatch, RunningRequest
 from serai.worker_agent.request_text import BYTES_PER_TOKEN, answer_shape
@@ -29,7 +30,6 @@ LOOK_EVERY_IDLE_S = 1.0
 """Not before a second of silence is there anything to see."""
 COUNTERS_EVERY_S = 0.4
 """While they move. When they do not, at each look."""
-COUNTERS_TIMEOUT_S = 1.0
 COUNTERS_AGAIN_S = 60.0
 """An engine that has no counters is asked again after so long."""
 CANARY_EVERY_S = 5.0
@@ -48,6 +48,7 @@ class Watchdog:
         served: ServedModel,
         headers: dict[str, str],
         on_change: Callable[[], None],
+        reports: EngineReports,
         *,
         prefill_s_per_token: float | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class Watchdog:
         self._served = served
         self._headers = headers
         self._on_change = on_change
+        self._reports = reports
         self._progress = ProgressWatch(
             prefill_s_per_token=prefill_s_per_token or engine.prefill_s_per_token,
             counter_grain_s=engine.counter_grain_s,
@@ -160,12 +162,11 @@ class Watchdog:
         return max(self._desk.progress_at_s(), min(exchange.posted_at_s for exchange in exchanges))
 
     async def _ask_counters(self) -> None:
-        try:
-            answer = await fetch(self._pool, "GET", "/metrics", headers=self._headers, timeout_s=COUNTERS_TIMEOUT_S)
-        except (HttpFailure, TimeoutError):
+        samples = await self._reports.ask()
+        if samples is None:
             return
         now = time.monotonic()
-        counters = counters_in(answer.body, self._engine.counters) if answer.status == 200 else None
+        counters = counters_of(samples, self._engine.counters)
         if counters is None:
             self._counters_due_s = now + COUNTERS_AGAIN_S
             return

@@ -42,6 +42,21 @@ class GpuDevice:
     memory_bytes: int = 0
 
 
+ENGINE_DIED = "engine died"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that may be the node's doing: an engine that served and ended by itself, or a GPU that is broken."""
+
+    what: str
+    """ENGINE_DIED, or what is wrong with the GPU."""
+    at: str = ""
+    """When the agent saw it, ISO 8601 in UTC."""
+    gpu: str = ""
+    """UUID; empty = not known which."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParallelism:
     """How the engine is spread over its GPUs."""
@@ -91,6 +106,8 @@ class SessionMetadata:
     """Paths below the engine's root that the agent found it to serve (`/v1/embeddings`); empty = not known."""
     restart_count: int = 0
     """How often the batch system has requeued the allocation."""
+    faults: list[Fault] = field(default_factory=list)
+    """Oldest first; what a quarantine of the host is judged by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +147,7 @@ RECORD_BYTES_MAX = 16 * 1024
 LABELS_MAX = 64
 TEXT_CHARACTERS_MAX = 512
 GPUS_MAX = 64
+FAULTS_MAX = 8
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9_=-]{1,200}")
 
@@ -158,6 +176,8 @@ def checked(record: SessionRecord) -> SessionRecord:
         raise BadRecord(f"metadata.labels: {len(metadata.labels)} labels; at most {LABELS_MAX}")
     if len(metadata.gpus) > GPUS_MAX:
         raise BadRecord(f"metadata.gpus: {len(metadata.gpus)} GPUs; at most {GPUS_MAX}")
+    if len(metadata.faults) > FAULTS_MAX:
+        raise BadRecord(f"metadata.faults: {len(metadata.faults)} faults; at most {FAULTS_MAX}")
     for name in _TEXT_FIELDS:
         _check_text(name, getattr(metadata, name))
     for label, value in metadata.labels.items():
@@ -165,6 +185,8 @@ def checked(record: SessionRecord) -> SessionRecord:
         _check_text(f"labels[{label[:40]}]", value)
     for gpu in metadata.gpus:
         _check_text("gpus", gpu.uuid + gpu.name)
+    for fault in metadata.faults:
+        _check_text("faults", fault.what + fault.at + fault.gpu)
     return record
 
 

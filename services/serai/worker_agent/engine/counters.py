@@ -1,9 +1,6 @@
-"""An engine's own counters of work, from its Prometheus text: that they move proves that it does. Pure."""
+"""Names, in engines' metrics, of counters of work: that they move proves that the engine does. Pure."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Sequence
 
 VLLM_COUNTERS = (
     "vllm:generation_tokens_total",
@@ -19,16 +16,3 @@ LLAMACPP_COUNTERS = (
     "llamacpp:prompt_tokens_total",
     "llamacpp:n_decode_total",
 )
-
-
-def counters_in(text: bytes, names: Sequence[str]) -> tuple[float, ...] | None:
-    """The sums of these metrics over all their labels; None when all are absent or 0: an engine that has answered our
-    canary and counted nothing does not count."""
-    alternatives = "|".join(re.escape(name) for name in names)
-    sums = dict.fromkeys(names, 0.0)
-    for name, value in re.findall(rf"^({alternatives})(?:\{{.*\}})? (\S+)".encode(), text, re.MULTILINE):
-        try:
-            sums[name.decode()] += float(value)
-        except ValueError:
-            continue
-    return tuple(sums.values()) if any(sums.values()) else None
