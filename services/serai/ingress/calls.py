@@ -157,7 +157,8 @@ class Calls:
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
         to_engine["x-request-id"] = request_id
         targets = read_targets(headers, self._settings.request_timeout_s, caller.priority)
-        wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s)
+        output_tokens_max = asked.output_tokens_max
+        wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s, output_tokens_max)
         if targets.ttft_s is not None or targets.tpot_s is not None:
             wish = replace(wish, ask=replace(wish.ask, slo_ttft_s=targets.ttft_s, slo_tpot_s=targets.tpot_s))
         call = Call(
@@ -175,7 +176,7 @@ class Calls:
             deadline_s=started_s + targets.timeout_s,
             priority=targets.priority,
             prompt_tokens=prompt_tokens(request.body) if endpoint.body is Body.JSON else 0,  # A file is no text.
-            output_tokens_max=asked.output_tokens_max,
+            output_tokens_max=output_tokens_max,
             outputs=asked.outputs,
             hides_usage=stream_usage.is_hidden(endpoint, asked.stream, request.body),
             tracked=is_tracked(headers, caller),
@@ -208,6 +209,10 @@ class Calls:
         if in_the_way := self._chooser.in_the_way(call.wish, now):
             text = f"No session that serves `{model[:200]}` now meets what the request demands: {in_the_way}."
             return ApiError(503, text, kind="overloaded_error", code="requirements_not_met", retry_after_s=5)
+        if self._chooser.lacks_time(call.wish, now):
+            short = f"The sessions that serve `{model[:200]}` end before {call.output_tokens_max} tokens are said."
+            text = f"{short} Ask for fewer, or again when another session has started."
+            return ApiError(503, text, kind="overloaded_error", code="allocation_ends", retry_after_s=30)
         if self._replica.knows_model(model) or not self._copy.synced:
             text = f"No session serves `{model[:200]}` at this moment."
             return ApiError(503, text, kind="overloaded_error", code="no_session", retry_after_s=5)
@@ -445,7 +450,9 @@ class Calls:
         now = time.monotonic()
         if now >= call.deadline_s:
             return None
-        fitting = self._chooser.fitting(call.wish, now)
+        # Wherever it goes on, it is further than here: for how long that session lasts is no question now.
+        rest = replace(call.wish, ask=replace(call.wish.ask, output_tokens_max=0))
+        fitting = self._chooser.fitting(rest, now)
         any_like = self._chooser.interchange(call.model) is Interchange.ANY
         likes = [r for r in fitting if continuation.can_replace(r, call.tried[0], any_fingerprint=any_like)]
         return self._chooser.choose(call.wish, likes, call.tried, now)
@@ -485,9 +492,16 @@ class Calls:
         metrics.BROKEN_STREAMS.labels(call.model, code).inc()
         log.warning("inference.broken_stream", request_id=call.request_id, session=call.tried[-1].session, code=code)
         call.usage = answer.usage()
+        metrics.TOKENS_LOST.of(code).add(_output_tokens(call))
         call.outcome, call.error_code = Outcome.TRUNCATED, code
         self._accounting.answering(call, 200, time.monotonic())
         answer.out.end(broken_end(call.endpoint.dialect, broken.error, answer.last))
+
+
+def _output_tokens(call: Call) -> int:
+    """About as many as its client has been sent."""
+    told = (call.usage or {}).get("completion_tokens")
+    return told if isinstance(told, int) else call.events
 
 
 def _unfinished() -> ApiError:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
-from serai.ingress import retry
+from serai.ingress import retry, time_left
 from serai.ingress.configuration import Configuration, Interchange
 from serai.ingress.endpoints import Endpoint, offered
 from serai.ingress.patterns import ByPattern
@@ -125,6 +125,7 @@ class Chooser:
         self._full: dict[str, int] = {}
         """By session: the number of the status after which it said that it was full."""
         self._interchange = ByPattern[Interchange]({}, Interchange.RETRIES)
+        self._ends: dict[str, tuple[Sequence[SessionRecord], Mapping[str, float]]] = {}
         self._having: dict[tuple[str, str], tuple[Sequence[SessionRecord], Sequence[SessionRecord]]] = {}
 
     def apply(self, configuration: Configuration) -> None:
@@ -141,6 +142,15 @@ class Chooser:
         return self._policies.name(model) == "prefix-affine"
 
     def fitting(self, wish: Wish, now: float) -> Sequence[SessionRecord]:
+        """The sessions that may answer, and have time to."""
+        return self._in_time(wish, self._permitted(wish, now), now)
+
+    def lacks_time(self, wish: Wish, now: float) -> bool:
+        """Whether there are sessions that might answer, but all of them end before the answer would."""
+        permitted = self._permitted(wish, now)
+        return bool(permitted) and not self._in_time(wish, permitted, now)
+
+    def _permitted(self, wish: Wish, now: float) -> Sequence[SessionRecord]:
         """The sessions that may answer at all."""
         records = self._having_endpoint(wish, now)
         if wish.requirements.every:
@@ -148,6 +158,22 @@ class Chooser:
         if wish.providers.allowed is not None or wish.providers.denied:
             records = wish.providers.permitted(records)
         return records
+
+    def _in_time(self, wish: Wish, records: Sequence[SessionRecord], now: float) -> Sequence[SessionRecord]:
+        if not wish.ask.output_tokens_max:
+            return records
+        left_s = self._time_left_s(wish.ask.model, now)
+        return time_left.in_time(records, left_s, wish.ask.output_tokens_max, self.speeds.of) if left_s else records
+
+    def _time_left_s(self, model: str, now: float) -> Mapping[str, float]:
+        """Of the model's sessions that end soon: looked for once per list that the replica makes."""
+        routable = self._replica.routable(model, now)
+        kept = self._ends.get(model)
+        if kept is None or kept[0] is not routable:
+            kept = (routable, time_left.ends(routable, self._replica.status))
+            if routable:
+                self._ends[model] = kept
+        return kept[1]
 
     def in_the_way(self, wish: Wish, now: float) -> str:
         """Why none of the sessions that serve the model, and have the endpoint, fits the wish; empty when there is no
@@ -252,6 +278,7 @@ class Chooser:
         self._share.retain(sessions)
         self._full = {session: number for session, number in self._full.items() if session in sessions}
         self._budget.retain(models)
+        self._ends = {model: kept for model, kept in self._ends.items() if model in models}
         self._having = {key: kept for key, kept in self._having.items() if key[0] in models}
 
     def _having_endpoint(self, wish: Wish, now: float) -> Sequence[SessionRecord]:

@@ -23,6 +23,11 @@ CONTINUATIONS = Counter(
     "Streams that broke off and might have gone on: resumed, or why not (mismatch, lost, unsound, nobody)",
     ["model", "outcome"],
 )
+TOKENS_LOST = Counts(
+    "serai_ingress_tokens_lost",
+    "Output tokens of streams that broke off and could not go on, by reason; agent_left: their session ended",
+    ["reason"],
+)
 CANCELLED = Counter("serai_ingress_cancelled_total", "Requests whose client left before the end", ["model"])
 OUTCOMES = Counts(
     "serai_ingress_outcomes",

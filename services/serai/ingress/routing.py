@@ -236,6 +236,10 @@ class SessionSpeeds:
             before = self._measured.get(session, speed)
             self._measured[session] = before + SPEED_SAMPLE * (speed - before)
 
+    def of(self, session: str) -> float:
+        """Tokens per second; 0 = not measured."""
+        return self._measured.get(session, 0.0)
+
     def retain(self, sessions: Iterable[str]) -> None:
         """Forgets all sessions but these."""
         there = set(sessions)

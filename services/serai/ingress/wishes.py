@@ -45,13 +45,21 @@ class Wishes:
         self._configuration = configuration
 
     def of(
-        self, asked_model: str, endpoint: Endpoint, request: ClientRequest, request_id: str, caller: Caller, now: float
+        self,
+        asked_model: str,
+        endpoint: Endpoint,
+        request: ClientRequest,
+        request_id: str,
+        caller: Caller,
+        now: float,
+        output_tokens_max: int = 0,
     ) -> Wish:
         """Raises ApiError: 400 for a header that cannot be understood, 403 for a model that is not the caller's."""
         models = self.models(asked_model, caller)
         requirements, providers = _demands(request.headers, caller)
         session_key = request.headers.get("x-session-id", "")[:SESSION_KEY_CHARACTERS_MAX]
-        wish = Wish(Ask(models[0], b"", session_key, request_id), requirements, providers, endpoint)
+        ask = Ask(models[0], b"", session_key, request_id, output_tokens_max=output_tokens_max)
+        wish = Wish(ask, requirements, providers, endpoint)
         if len(models) > 1:
             wish = self._first_that_can(wish, models, now)
         if endpoint.body is Body.JSON and self._chooser.reads_prompts(wish.ask.model):
