@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import random
 import re
@@ -13,13 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nats
-import nats.errors
 import nkeys
 import structlog
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.protocol.parser import AWAITING_CONTROL_LINE, PERMISSIONS_ERR, STALE_CONNECTION, Parser
 from prometheus_client import Counter
 
 from serai.runtime.bus import (
@@ -35,9 +31,18 @@ from serai.runtime.bus import (
     RequestTimeout,
     Subscription,
 )
+from serai.runtime.lean_imports import without
 from serai.runtime.nats_kv import NatsBucket
 from serai.runtime.nats_stream import NatsStream
 from serai.runtime.reconnect_curve import SPAN_MANY_S, span_s, wait_s
+
+with without("aiohttp", "multidict"):  # `_with_websockets` brings them when an address asks for that.
+    import nats
+    import nats.aio.transport
+    import nats.errors
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.protocol.parser import AWAITING_CONTROL_LINE, PERMISSIONS_ERR, STALE_CONNECTION, Parser
 
 log = structlog.get_logger()
 
@@ -223,6 +228,8 @@ class NatsBus:
         so that one subject permission per role keeps every inbox private. `name` is what the server reports this
         connection as; `reconnect_span_s` is one of `reconnect_curve`'s. A silent cut is noticed after two to three
         ping intervals."""
+        if address.url.startswith(("ws://", "wss://")):
+            _with_websockets()
         client = _DirectClient()
         bus = cls(client, address, name or f"{role}-{os.getpid()}")
         bus.inbox_prefix = f"_INBOX_{role}.{os.urandom(12).hex()}"
@@ -562,6 +569,12 @@ async def _quietly(work: Awaitable[Any]) -> None:
             await work
     except (nats.errors.Error, OSError, TimeoutError):
         pass
+
+
+def _with_websockets() -> None:
+    """nats-py's transport over WebSockets, which needs a library of its own."""
+    for name in ("aiohttp", "multidict"):
+        setattr(nats.aio.transport, name, importlib.import_module(name))
 
 
 def _read_seed(path: Path) -> str:
