@@ -98,6 +98,10 @@ _METADATA = SessionMetadata(
     endpoints=["/v1/chat/completions"],
     restart_count=1,
     faults=[Fault("Xid 79: fallen off the bus", "2026-11-30T17:00:00Z", "GPU-1b2c3d4e")],
+    quantization="fp8",
+    dtype="bfloat16",
+    engine_version="0.25.1",
+    failure="exited: the engine was killed by signal 9 while it served",
 )
 _RECORD = SessionRecord("alps-slurm-4711-1-c0ffee123456", Lifecycle.SERVING, 5, _METADATA)
 _STATUS = SessionStatus(

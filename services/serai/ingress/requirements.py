@@ -64,6 +64,12 @@ def _labelled(label: str) -> Callable[[SessionRecord], str]:
     return lambda record: record.metadata.labels.get(label, "")
 
 
+def _told(field: str) -> Callable[[SessionRecord], str]:
+    """What the agent found out, else what somebody wrote into the label of that name."""
+    label = _labelled(field)
+    return lambda record: getattr(record.metadata, field) or label(record)
+
+
 def _gpu(record: SessionRecord) -> str:
     names = {gpu.name for gpu in record.metadata.gpus}
     return names.pop() if len(names) == 1 else ""
@@ -92,10 +98,10 @@ _NUMBERS: dict[str, Callable[[SessionRecord], int]] = {
 """0 = unknown."""
 _WORDS: dict[str, Callable[[SessionRecord], str]] = {
     "engine": lambda record: record.metadata.engine,
-    "engine_version": _labelled("engine_version"),
+    "engine_version": _told("engine_version"),
     "engine_model": lambda record: record.metadata.engine_model,
-    "quantization": _labelled("quantization"),
-    "dtype": _labelled("dtype"),
+    "quantization": _told("quantization"),
+    "dtype": _told("dtype"),
     "fingerprint": lambda record: record.metadata.fingerprint,
     "provider": lambda record: record.metadata.provider,
     "site": lambda record: record.metadata.site,

@@ -9,6 +9,7 @@ from serai.contracts.session_record import GpuDevice, Lifecycle, SessionMetadata
 from serai.runtime.connection_settings import host_name
 from serai.runtime.version import VERSION
 from serai.worker_agent.command_line import parallelism_of
+from serai.worker_agent.engine.start_watch import Phase
 from serai.worker_agent.settings import AgentSettings
 
 
@@ -25,7 +26,7 @@ def first_record(
         allocation=settings.allocation_name,
         host=host_name(),
         concurrency_max=settings.concurrency_max,
-        loading_phase="starting",
+        loading_phase=str(Phase.IMPORT),
         agent_version=VERSION,
         labels=settings.label_values,
         connection=connection,

@@ -7,22 +7,30 @@ one engine's run is the session's (`session.py`).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import structlog
 
 from serai.contracts.session_record import GpuDevice, SessionRecord
 from serai.runtime.bus import Bus
+from serai.runtime.metrics import Counts
+from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.worker_agent.allocation import AllocationEnd
-from serai.worker_agent.drain_shell import Endings
+from serai.worker_agent.drain_shell import Endings, Notice
 from serai.worker_agent.engine.base import Engine
+from serai.worker_agent.engine.clearance import Clearance, NothingInTheWay
 from serai.worker_agent.engine.process import EngineStarter, start_on_loopback
+from serai.worker_agent.engine_run import EngineFailed
 from serai.worker_agent.presence import Presence
 from serai.worker_agent.session import Session, Surroundings
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.supervision import EngineEnd, GiveUp, Supervision, story_of
 
 log = structlog.get_logger()
+
+ENGINE_ENDS = Counts("serai_agent_engine_ends", "Engine runs that ended by themselves", ["kind", "cause"])
 
 
 class NodeAgent:
@@ -40,12 +48,15 @@ class NodeAgent:
         connection: str = "",
         gpus: Sequence[GpuDevice] = (),
         allocation_end: AllocationEnd | None = None,
+        clearance: Clearance | None = None,
     ) -> None:
         """`connection` is the name under which the NATS server knows `bus`."""
-        self._surroundings = Surroundings(settings, bus, tracing, connection, gpus, allocation_end)
+        self._surroundings = Surroundings(
+            settings, bus, tracing, connection, gpus, allocation_end, start_engine, clearance or NothingInTheWay()
+        )
         self._engine = engine
         self._command = command
-        self._start_engine = start_engine
+        self._supervision = Supervision(settings.engine_restarts)
         self.session = self._new_session()
 
     @property
@@ -75,13 +86,39 @@ class NodeAgent:
                 tasks.create_task(endings.watching(stop, warned or asyncio.Event())),
             ]
             try:
-                await self.session.run(endings.notice)
+                await self._host_sessions(endings.notice)
             finally:
                 for task in living:
                     task.cancel()
 
+    async def _host_sessions(self, notice: Notice) -> None:
+        """One after the other: an engine that is started again is a new session."""
+        pause_s = 0.0
+        while True:
+            heard = notice.follower()
+            try:
+                await self.session.run(heard, pause_s)
+                return
+            except EngineFailed as failure:
+                if notice.given.is_set():
+                    log.warning("engine.ended", why=failure.end.text, effect="none: we are ending anyway")
+                    return
+                pause_s = self._pause_after(failure.end)
+            finally:
+                notice.forget(heard)
+            self.session = self._new_session()
+
+    def _pause_after(self, end: EngineEnd) -> float:
+        """Before the next start. Raises ServiceFailure when there shall be none."""
+        decided = self._supervision.ended(end, time.monotonic())
+        ENGINE_ENDS.of(str(decided.kind), str(end.cause)).add()
+        if isinstance(decided, GiveUp):
+            raise ServiceFailure(story_of(end, decided), decided.exit_code)
+        log.warning("engine.starts_again", after_s=decided.after_s, kind=decided.kind, why=end.text)
+        return decided.after_s
+
     def _new_session(self) -> Session:
-        return Session(self._surroundings, self._engine, self._command, self._start_engine)
+        return Session(self._surroundings, self._engine, self._command)
 
     async def _following_allocation(self) -> None:
         """Keeps in the record when our allocation ends."""

@@ -7,13 +7,14 @@ has come and the server has seen our subscriptions, and nothing is stopped befor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
 from serai.contracts.inference import FailureCode
 from serai.contracts.session_record import (
+    TEXT_CHARACTERS_MAX,
     Draining,
     GpuDevice,
     Lifecycle,
@@ -22,16 +23,19 @@ from serai.contracts.session_record import (
 )
 from serai.contracts.subjects import CANCEL, INFERENCE
 from serai.runtime.bus import Bus, BusError, Subscription
-from serai.runtime.http1 import HttpPool, Origin
+from serai.runtime.http1 import HttpFailure
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
 from serai.worker_agent.drain_shell import Notice, answer_drain_requests, drain
-from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel
-from serai.worker_agent.engine.process import EngineStarter, RunningEngine, start_on_loopback
-from serai.worker_agent.engine.readiness import fingerprint, wait_until_serving
+from serai.worker_agent.engine.base import Engine, NotServing, ServedModel
+from serai.worker_agent.engine.clearance import Clearance, NothingInTheWay
+from serai.worker_agent.engine.process import EngineStarter, start_on_loopback
+from serai.worker_agent.engine.readiness import canary, fingerprint
+from serai.worker_agent.engine.start_watch import Phase, Progress
 from serai.worker_agent.engine_reports import EngineReports
+from serai.worker_agent.engine_run import EngineFailed, EngineRun
 from serai.worker_agent.faults import ENGINE_DIED, with_fault
 from serai.worker_agent.first_record import first_record
 from serai.worker_agent.gpu_watch import GpuWatch
@@ -39,10 +43,15 @@ from serai.worker_agent.outbox import Outbox
 from serai.worker_agent.presence import Presence, Vitals, Work
 from serai.worker_agent.readers import Readers
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.supervision import EngineEnd
 from serai.worker_agent.vitals import VitalSigns
 from serai.worker_agent.watchdog import Watchdog
 
 log = structlog.get_logger()
+
+SHARE_SAID = 0.1
+"""Of a start: a record is stored by every registry, so it is not written for each percent."""
+HUNG_CANARY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +203,8 @@ class Session:
     def _say_failed(self, end: EngineEnd) -> None:
         """That it is over, and why: those who look at the record should not need our log."""
         why = f"{end.cause}: {end.text}"[:TEXT_CHARACTERS_MAX]
-        self.presence.say(
-            Lifecycle.DOWN, replace(self.record.metadata, failure=why, loading_phase="", loading_progress=None)
-        )
+        metadata = replace(self.record.metadata, failure=why, loading_phase="", loading_progress=None)
+        self.presence.say(Lifecycle.DOWN, with_fault(metadata, ENGINE_DIED) if end.served_s else metadata)
 
     async def _open_desk(self, notice: Notice) -> list[Subscription]:
         pool, settings = self._engine.pool, self._settings
@@ -213,7 +221,7 @@ class Session:
             "server.port": pool.origin.port,
         }
         desk = self.desk = Desk(pool, outbox, limits, self._tracing, self._engine.headers, about_engine)
-        reports = EngineReports(self._pool, self._engine, self._engine_headers, lambda: desk.in_flight)
+        reports = EngineReports(pool, self._engine.engine, self._engine.headers, lambda: desk.in_flight)
         gpus = GpuWatch(self.record.metadata.gpus, self._on_gpu_fault)
         self._vitals = VitalSigns(desk, reports, gpus, engine_is_ours=not settings.engine_url)
         self._watchdog = Watchdog(

@@ -23,7 +23,13 @@ class AgentSettings(ConnectionSettings):
     allocation: str = setting("", "name of the allocation; default: Slurm or PBS job, pod or process")
     concurrency_max: int = setting(1024, "requests taken at once; more are refused as busy")
     body_bytes_max: int = setting(32 * 1024 * 1024, "largest request body, in bytes")
-    start_timeout_s: float = setting(1800.0, "how long the engine may take to serve, in seconds")
+    start_timeout_s: float = setting(
+        1800.0, "how long the engine may take to serve, in seconds; one that still loads its model is given longer"
+    )
+    engine_restarts: int = setting(5, "how often an hour an engine that ended by accident is started again")
+    engine_hung_s: float = setting(
+        180.0, "an engine without any progress for so long, and without a canary's token, is started anew; 0 = never"
+    )
     engine_silence_s: float = setting(600.0, "a request from whose engine nothing came for so long is ended")
     drain_s: float = setting(
         60.0, "how long running requests may take to finish once told to end, in seconds, when nobody kills us sooner"
@@ -45,6 +51,11 @@ class AgentSettings(ConnectionSettings):
     prefill_s_per_token: float = setting(
         0.0, "what a prompt token may take at worst, in seconds, until the engine has shown it; 0 = by kind of engine"
     )
+    scratch: str = setting("", "folder on the node's own disk for what engines compile and cache; weights stay")
+    interface: str = setting("", "network interface by which engines of several nodes reach each other, e.g. ib0")
+    engine_proxies: bool = setting(False, "leave the engine its proxies, e.g. to download; loopback is always spared")
+    gpu_wait_s: float = setting(120.0, "how long to wait for GPUs whose memory others hold, in seconds")
+    gpu_others_gib: float = setting(2.0, "memory of a GPU that others may hold without being in the way, in GiB")
     worker_group: str = setting("", "name of the group of agents that were launched together")
     labels: tuple[str, ...] = setting((), "KEY=VALUE, a label of the session; may be repeated", flag="--label")
 
@@ -80,6 +91,8 @@ class AgentSettings(ConnectionSettings):
         for flag, value in not_negative.items():
             if value < 0:
                 raise ValueError(f"{flag} {value:g}: must not be negative")
+        if min(self.engine_restarts, self.engine_hung_s, self.gpu_wait_s, self.gpu_others_gib) < 0:
+            raise ValueError("--engine-restarts, --engine-hung-s, --gpu-wait-s, --gpu-others-gib must not be negative")
         if self.prefill_s_per_token < 0:
             raise ValueError("--prefill-s-per-token must not be negative; 0 = by kind of engine")
         _check_labels(self.labels)

@@ -108,6 +108,13 @@ class SessionMetadata:
     """How often the batch system has requeued the allocation."""
     faults: list[Fault] = field(default_factory=list)
     """Oldest first; what a quarantine of the host is judged by."""
+    quantization: str = ""
+    """Of the weights, as the engine calls it; `none` = as they were trained; empty = not known."""
+    dtype: str = ""
+    """In what it computes, e.g. `bfloat16`; empty = not known."""
+    engine_version: str = ""
+    failure: str = ""
+    """Why the engine's run ended, when nobody wanted it to: its cause, and a line for people."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from serai.worker_agent.engine.traits import Traits
+
 
 class NotServing(Exception):
     """The engine does not serve yet; the text says what is missing."""
+
+
+class StrangerListens(Exception):
+    """Another process answers where the engine should. Nothing was sent to it, and nothing may be."""
 
 
 class EngineMisconfigured(Exception):
@@ -27,6 +33,7 @@ class ServedModel:
     """Its own entry in /v1/models, for the fingerprint."""
     endpoints: list[str] = field(default_factory=list)
     """Paths it has; empty = not known."""
+    traits: Traits = Traits()
 
 
 class Engine(Protocol):
@@ -42,6 +49,11 @@ class Engine(Protocol):
     setup_s: float
     """Work before a first token that is neither prefill nor decode, at worst: some engines load their model again."""
 
+    shares_port: bool
+    """Whether it binds its port with SO_REUSEADDR or SO_REUSEPORT, so that the port can be held until it does."""
+    trait_paths: Sequence[str]
+    """Where it tells what it is (GET, JSON)."""
+
     def recognises(self, command: Sequence[str]) -> bool:
         """Whether `command` starts an engine of this kind."""
 
@@ -53,3 +65,9 @@ class Engine(Protocol):
 
     def served(self, models: dict[str, Any], wanted: str) -> ServedModel:
         """From the body of GET /v1/models. Raises NotServing or EngineMisconfigured."""
+
+    def traits_in(self, body: dict[str, Any]) -> Traits:
+        """From the body of an answer at one of `trait_paths`."""
+
+    def traits_of(self, command: Sequence[str]) -> Traits:
+        """From its command line."""

@@ -18,6 +18,8 @@ class EmulatedEngine(OpenAiEngine):
     counter_grain_s = None
     prefill_s_per_token = 0.002
     setup_s = 0.0
+    shares_port = True
+    trait_paths = ("/version", "/server_info")
 
     def recognises(self, command: Sequence[str]) -> bool:
         return is_serai_engine(command, "emulate") or runs_module(command, "serai.engine_emulator")

@@ -15,6 +15,7 @@ from serai.worker_agent.engine.counters import (
     VLLM_COUNTERS,
     VLLM_GAUGES,
 )
+from serai.worker_agent.engine.traits import Traits, dtype_named, traits_by_flags
 
 
 class OpenAiEngine:
@@ -25,6 +26,8 @@ class OpenAiEngine:
     counter_grain_s: float | None = None
     prefill_s_per_token = 0.02
     setup_s = 10.0
+    shares_port = False
+    trait_paths: Sequence[str] = ()
 
     def recognises(self, command: Sequence[str]) -> bool:
         return True
@@ -56,6 +59,16 @@ class OpenAiEngine:
             f"the engine serves {', '.join(sorted(by_name))}, none of which is {wanted!r}; "
             f"start it with that name, or say which one with --engine-model"
         )
+
+    def traits_in(self, body: dict[str, Any]) -> Traits:
+        """vLLM's `/version` has one of these words, SGLang's `/server_info` all."""
+        words = {name: value for name, value in body.items() if isinstance(value, str)}
+        return Traits(
+            words.get("quantization", "").lower(), dtype_named(words.get("dtype", "")), words.get("version", "")
+        )
+
+    def traits_of(self, command: Sequence[str]) -> Traits:
+        return traits_by_flags(command)
 
     def context_tokens(self, entry: dict[str, Any]) -> int:
         """Context limit from the model's entry, 0 when it has none."""

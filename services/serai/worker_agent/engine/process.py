@@ -5,25 +5,45 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import random
 import signal
-import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
 
 from serai.runtime.http1 import Origin
+from serai.worker_agent.engine import process_table
 from serai.worker_agent.engine.base import Engine
+from serai.worker_agent.engine.environment import engine_environment
+from serai.worker_agent.engine.gpu_memory import gpu_bytes_of
+from serai.worker_agent.engine.listeners import Listener, inodes_of, listener_on, listening_on, ports_of
+from serai.worker_agent.engine.ports import HeldPort, free_port
+from serai.worker_agent.engine.process_table import ProcessIdentity
+from serai.worker_agent.engine.start_watch import Signs
+
+__all__ = ["EngineProcess", "EngineStarter", "LoopbackStarter", "RunningEngine", "free_port", "start_on_loopback"]
 
 log = structlog.get_logger()
 
 LAST_LINES = 20
+GPU_EVERY_S = 10.0
 _LINE_BYTES_MAX = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-_PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
+_CONTAINER_RUNTIMES = {
+    "apptainer",
+    "singularity",
+    "podman",
+    "podman-hpc",
+    "docker",
+    "enroot",
+    "shifter",
+    "srun",
+    "udocker",
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,6 +59,15 @@ class RunningEngine(Protocol):
     def last_lines(self) -> list[str]:
         """The end of what the engine wrote, oldest first."""
 
+    async def signs(self) -> Signs:
+        """What can be seen of its processes now."""
+
+    async def listener(self) -> Listener:
+        """Who listens where it should. Before it is known for ours nothing may be sent there."""
+
+    async def other_ports(self) -> list[int]:
+        """Where else it listens."""
+
     async def stop(self, grace_s: float) -> int:
         """Asks it to end, then makes it; the exit code."""
 
@@ -47,41 +76,48 @@ EngineStarter = Callable[[Engine, Sequence[str]], Awaitable[tuple[RunningEngine,
 """Starts an engine's command and says where it will listen. Raises EngineMisconfigured or OSError."""
 
 
-def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now, below the range the kernel hands out to clients."""
-    for port in random.sample(range(20000, 32000), 200):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise OSError("no free TCP port between 20000 and 32000 on 127.0.0.1")
-
-
 class EngineProcess:
     """One run of an engine command. Its output goes on to our standard error, and its end is in `exited`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, mark: str, port: int, held: HeldPort | None, *, may_be_unseen: bool
+    ) -> None:
+        """`mark` is in the environment of all its processes. `may_be_unseen`: it runs in a container."""
         self._process = process
+        self._mark = mark
+        self._port = port
+        self._held = held
+        self._may_be_unseen = may_be_unseen
+        self._known_listeners: dict[int, int] = {}
+        """Those that were found to be ours."""
+        self._gpu_bytes = 0
+        self._gpu_due_s = 0.0
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self.exited: asyncio.Future[int] = asyncio.ensure_future(self._follow())
         """Done with the exit code when the process has ended and all its output is read."""
 
     @classmethod
-    async def start(cls, command: Sequence[str], extra_environment: Mapping[str, str]) -> EngineProcess:
-        """Raises OSError when the program cannot be started."""
+    async def start(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        port: int,
+        held: HeldPort | None = None,
+        mark: str = "",
+    ) -> EngineProcess:
+        """`environment` is all it gets. Raises OSError when the program cannot be started."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=_LINE_BYTES_MAX,
-            env=_environment(extra_environment),
+            env=environment,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        return cls(process)
+        unseen = any(os.path.basename(word) in _CONTAINER_RUNTIMES for word in command)
+        return cls(process, mark, port, held, may_be_unseen=unseen)
 
     @property
     def pid(self) -> int:
@@ -92,8 +128,39 @@ class EngineProcess:
         """The end of what the engine wrote, oldest first."""
         return list(self._lines)
 
+    async def signs(self) -> Signs:
+        """Sums over its processes."""
+        processes = await asyncio.to_thread(self._processes)
+        signs = await asyncio.to_thread(process_table.signs_of, processes)
+        if (now := time.monotonic()) >= self._gpu_due_s:
+            self._gpu_due_s = now + GPU_EVERY_S
+            self._gpu_bytes = await gpu_bytes_of({process.pid for process in processes})
+        return replace(signs, gpu_bytes=self._gpu_bytes)
+
+    async def listener(self) -> Listener:
+        """Who listens on its port; costs next to nothing while that does not change."""
+        listening = listening_on(self._port)
+        if not listening:
+            return Listener.NOBODY
+        if listening == self._known_listeners:
+            return Listener.OURS
+        found = await asyncio.to_thread(self._find_listener)
+        if found is Listener.UNSEEN:
+            # Processes that we start are seen, but for those of containers.
+            found = Listener.OURS if self._may_be_unseen else Listener.STRANGER
+        if found is Listener.OURS:
+            self._known_listeners = listening
+            self._release_port()
+        return found
+
+    async def other_ports(self) -> list[int]:
+        """Where else its processes listen."""
+        ports = await asyncio.to_thread(lambda: ports_of(inodes_of(one.pid for one in self._processes())))
+        return [port for port in ports if port != self._port]
+
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM, then SIGKILL to the whole group after `grace_s`. Returns the exit code."""
+        """SIGTERM, then SIGKILL to the whole group after `grace_s`, and to what has left the group. Returns the exit
+        code."""
         if not self.exited.done():
             self._signal_group(signal.SIGTERM)
             try:
@@ -102,7 +169,23 @@ class EngineProcess:
             except TimeoutError:
                 log.warning("engine.killed", pid=self.pid, after_s=grace_s)
         self._signal_group(signal.SIGKILL)  # Also reaches workers that outlived the process we started.
+        for process in await asyncio.to_thread(process_table.marked, self._mark):
+            kill(process, signal.SIGKILL)
+        self._release_port()
         return await self.exited
+
+    def _processes(self) -> list[ProcessIdentity]:
+        own = process_table.identity_of(self.pid)
+        marked = process_table.marked(self._mark)
+        return [own, *[one for one in marked if one != own]] if own is not None else marked
+
+    def _find_listener(self) -> Listener:
+        return listener_on(self._port, {process.pid for process in self._processes()})
+
+    def _release_port(self) -> None:
+        if self._held is not None:
+            self._held.release()
+            self._held = None
 
     async def _follow(self) -> int:
         assert self._process.stdout is not None
@@ -126,23 +209,51 @@ class EngineProcess:
             pass
 
 
-async def start_on_loopback(engine: Engine, command: Sequence[str]) -> tuple[RunningEngine, Origin]:
-    """The real `EngineStarter`: a child process on a free port of this host."""
-    port = free_port()
-    addressed = engine.with_address(command, "127.0.0.1", port)
-    log.info("engine.starting", kind=engine.kind, command=addressed)
-    return await EngineProcess.start(addressed, engine.environment()), Origin("127.0.0.1", port)
+@dataclass(frozen=True, slots=True)
+class LoopbackStarter:
+    """The real `EngineStarter`: a child process on a free port of this host. The fields are `engine_environment`'s."""
+
+    scratch: str = ""
+    interface: str = ""
+    address: str = ""
+    keep_proxies: bool = False
+
+    async def __call__(self, engine: Engine, command: Sequence[str]) -> tuple[RunningEngine, Origin]:
+        held = HeldPort()
+        port = held.number
+        try:
+            addressed = engine.with_address(command, "127.0.0.1", port)
+            log.info("engine.starting", kind=engine.kind, command=addressed)
+            mark = process_table.new_mark(str(port))
+            environment = engine_environment(
+                os.environ,
+                engine.environment(),
+                mark=mark,
+                scratch=self.scratch,
+                interface=self.interface,
+                address=self.address,
+                keep_proxies=self.keep_proxies,
+            )
+            if not engine.shares_port:
+                held.release()
+            return await EngineProcess.start(addressed, environment, port, held, mark), Origin("127.0.0.1", port)
+        except BaseException:
+            held.release()
+            raise
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without proxies (they would swallow loopback traffic) and without Serai's own secrets."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name.lower() not in _PROXY_VARIABLES and not name.startswith("SERAI_NATS_")
-    }
-    return kept | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"} | dict(extra)
+def kill(process: ProcessIdentity, number: signal.Signals) -> None:
+    """Signals it, unless another has its number by now."""
+    try:
+        if process.alive:
+            os.kill(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+start_on_loopback: EngineStarter = LoopbackStarter()
+"""With nothing known of the site."""

@@ -17,6 +17,8 @@ class SglangEngine(OpenAiEngine):
     counter_grain_s = 6.0
     prefill_s_per_token = 0.002
     setup_s = 0.0
+    shares_port = True
+    trait_paths = ("/server_info", "/get_server_info")
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "sglang" and "serve" in command) or runs_module(command, "sglang.launch_server")

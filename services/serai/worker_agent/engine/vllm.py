@@ -16,6 +16,8 @@ class VllmEngine(OpenAiEngine):
     counter_grain_s = 0.0
     prefill_s_per_token = 0.002
     setup_s = 0.0
+    shares_port = True
+    trait_paths = ("/version",)
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "vllm" and "serve" in command) or runs_module(command, "vllm.entrypoints")

@@ -13,7 +13,9 @@ from serai.runtime.http1 import Origin
 from serai.simulator.whole.memory_network import MemoryServer
 from serai.simulator.whole.virtual_loop import VirtualLoop
 from serai.worker_agent.engine.base import Engine
+from serai.worker_agent.engine.listeners import Listener
 from serai.worker_agent.engine.process import RunningEngine
+from serai.worker_agent.engine.start_watch import Signs
 
 KILLED = -9
 
@@ -43,6 +45,18 @@ class SimulatedEngine:
         network = self._loop.network
         assert network is not None
         self._server = network.create_server(lambda: HttpConnection(self.state), "127.0.0.1", port)
+
+    async def signs(self) -> Signs:
+        """Nothing of it can be seen: it is no process."""
+        return Signs()
+
+    async def listener(self) -> Listener:
+        """Ports of the simulated network are never shared."""
+        return Listener.OURS if self._server is not None else Listener.NOBODY
+
+    async def other_ports(self) -> list[int]:
+        """It has one."""
+        return []
 
     async def stop(self, grace_s: float) -> int:
         """As SIGTERM: it ends at once."""
