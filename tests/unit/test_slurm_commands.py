@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from serai.launcher.jobs import Cancelled, ExpectedStart, JobId, Jobs, RefusalKind, Refused, Unknown
-from serai.launcher.slurm_commands import Circuit, CommandSettings, SlurmCommands, command_line
+from serai.launcher.site import CommandSettings
+from serai.launcher.slurm_commands import Circuit, SlurmCommands, command_line
 
 HEADING = "SERAI|JOBID|JOBID|USER|SUBMIT_TIME|STATE|PARTITION|TIME_LIMIT|TIME_LEFT|START_TIME|NODELIST|NAME|REASON"
 RUNNING = "SERAI|7|7|ann|100|RUNNING|p|1:00:00|59:00|200|n1|serai.m.abcd|None"

@@ -147,7 +147,7 @@ _REFUSALS: tuple[tuple[str, RefusalKind, str], ...] = (
     (
         r"env: .*No such file|command not found",
         RefusalKind.INVALID,
-        "Slurm's commands are not on this machine: run this on a login node, or set `slurm_prefix` in the site file",
+        "no Slurm commands on this machine: run this on a login node, or set `prefix` below `slurm` in the site file",
     ),
     (
         r"QOSMax|MaxSubmitJob|job submit limit|AssocMax|AssocGrp|QOSGrp|violates accounting/QOS policy|job limit",
@@ -199,7 +199,7 @@ _REFUSALS: tuple[tuple[str, RefusalKind, str], ...] = (
     (
         r"Permission denied|Host key|Could not resolve",
         RefusalKind.TRANSIENT,
-        "the login node cannot be reached without a password: try `slurm_prefix` of the site file by hand",
+        "the login node cannot be reached without a password: try `prefix` below `slurm` in the site file by hand",
     ),
 )
 

@@ -7,10 +7,11 @@ import asyncio
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 
 from serai.launcher.jobs import Cancelled, ExpectedStart, JobId, Jobs, RefusalKind, Refused, Unknown
+from serai.launcher.site import CommandSettings
 from serai.launcher.slurm_answers import (
     SQUEUE_FORMAT,
     Reservation,
@@ -24,23 +25,6 @@ from serai.launcher.slurm_answers import (
 from serai.runtime.bounded_command import Ended, run_bounded
 
 _KILL_AFTER_S = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandSettings:
-    """How Slurm's commands are run."""
-
-    prefix: tuple[str, ...] = ()
-    """Words before each command: `ssh -o BatchMode=yes login1` where Slurm is not on this machine."""
-    cluster: str = ""
-    """For `--clusters`, where the commands talk to several; empty = the one they talk to by themselves."""
-    timeout_s: float = 30.0
-    query_every_s: float = 30.0
-    """The queue is asked at most so often, by whomever; sites ask for no less than this."""
-    failures_max: int = 3
-    """So many failures on end, and nothing is asked for `pause_s`, then twice as long, up to `pause_max_s`."""
-    pause_s: float = 60.0
-    pause_max_s: float = 600.0
 
 
 class Circuit:

@@ -1,7 +1,9 @@
-"""YAML in which a key written twice is an error, not the last one's victory; and where in its text each part stands."""
+"""YAML in which a key written twice is an error, not the last one's victory, and `8:00:00` is text; and where in a text
+each part stands."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -25,6 +27,17 @@ class _StrictLoader(_SafeLoader):  # type: ignore[misc]
             keys.append(key)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
+
+
+# YAML 1.1 takes 8:00:00 for 28800, a number to the base of sixty. 1.2 does not, and nobody means it.
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [
+        (tag, re.compile(f"(?!.*:)(?:{pattern.pattern})", pattern.flags) if tag in _NUMBERS else pattern)
+        for tag, pattern in resolvers
+    ]
+    for first, resolvers in _SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def load(text: str) -> Any:
