@@ -78,10 +78,11 @@ class _TooMuch(Exception):
 
 async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
     try:
-        stream.write(data)
-        await stream.drain()
+        if data:
+            stream.write(data)
+            await stream.drain()
         stream.close()
-    except (BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError, RuntimeError):  # The last is uvloop's, of a pipe that is closed.
         pass  # It did not want to hear it; its exit code tells whether that matters.
 
 
