@@ -84,7 +84,7 @@ class StartWatch:
         if self._phase is not before or self._moved(signs):
             self._moved_at_s = now
             self._last_moved = signs
-        self._measure(signs, now)
+            self._measure(now)
         return Progress(self._phase, self._share(), self._bytes_per_s)
 
     def overdue(self, now: float) -> bool:
@@ -140,7 +140,8 @@ class StartWatch:
             return Phase.DOWNLOAD
         return Phase.LOAD if reading or self._phase is Phase.LOAD else Phase.IMPORT
 
-    def _measure(self, signs: Signs, now: float) -> None:
+    def _measure(self, now: float) -> None:
+        """Only when something has moved: a load that stands still is not a slow one."""
         if self._phase is not Phase.LOAD:
             return
         if self._read_from is None:
