@@ -26,6 +26,8 @@ Tree = dict[str, "Command | Tree"]
 COMMANDS: Tree = {
     "up": Command("serai.cli.up", "start the whole system on this machine, with a small real model"),
     "agent": Command("serai.worker_agent.__main__", "wrap an engine in this allocation and join"),
+    "submit": Command("serai.cli.submit", "submit Slurm jobs that serve a model"),
+    "jobs": Command("serai.cli.jobs", "list those jobs: why they wait, when they start, what their sessions do"),
     "ingress": Command("serai.ingress.__main__", "run the OpenAI-compatible gateway"),
     "registry": {
         "": Command("serai.registry.__main__", "run the registry of a site"),
