@@ -89,25 +89,33 @@ async def _look(site: Site, slurm: SlurmCommands) -> View:
 
 
 async def _sessions(site: Site) -> list[SeenSession] | Unknown:
-    nats = site.nats
-    if not nats.tools_nkey_file:
+    if not site.nats.tools_nkey_file:
         return Unknown("the site file has no `tools_nkey_file` below `nats`")
-    if nats.ca_file:
-        os.environ.setdefault("SSL_CERT_FILE", str(Path(nats.ca_file).expanduser()))
     try:
-        settings = ReaderSettings(
-            nats_url=nats.tools_url or nats.url,
-            nats_nkey_file=Path(os.path.expandvars(nats.tools_nkey_file)).expanduser(),
-            site=site.name,
-        )
+        settings = _reader_settings(site)
         async with asyncio.timeout(REGISTRY_TIMEOUT_S), reading(settings) as reader:
             await reader.listen()
             now = time.monotonic()
             return [seen(reader.copy, record, now) for record in reader.copy.replica.records()]
     except TimeoutError:
-        return Unknown(f"NATS at {nats.tools_url or nats.url} has not answered within {REGISTRY_TIMEOUT_S:g} s")
+        url = site.nats.tools_url or site.nats.url
+        return Unknown(f"NATS at {url} has not answered within {REGISTRY_TIMEOUT_S:g} s")
     except (Failed, BusError, ValueError) as error:
         return Unknown(" ".join(str(error).split()))
+
+
+def _reader_settings(site: Site) -> ReaderSettings:
+    """Raises ValueError. The certificate's authority goes by the environment, as everywhere."""
+    nats = site.nats
+    if nats.ca_file:
+        os.environ.setdefault("SSL_CERT_FILE", str(_here(nats.ca_file)))
+    return ReaderSettings(
+        nats_url=nats.tools_url or nats.url, nats_nkey_file=_here(nats.tools_nkey_file), site=site.name
+    )
+
+
+def _here(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def _show(view: View, arguments: argparse.Namespace) -> None:
