@@ -105,6 +105,23 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A model that the launcher keeps served: how many, and what to expect until it has been seen."""
+
+    profile: str
+    """Of `models`."""
+    count: int = 1
+    time_s: float | None = None
+    """Of each job; None = the profile's."""
+    queue_wait_s: float = 600.0
+    load_s: float = 300.0
+    load_s_max: float | None = None
+    """A job without a first token for so long is given up."""
+    idle_s: float | None = None
+    """Let go when no request has come for so long; None = never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exclude:
     """A node that jobs stay away from."""
 
@@ -186,6 +203,8 @@ class Site:
     runtimes: Mapping[str, Runtime] = field(default_factory=dict)
     models: Mapping[str, Profile] = field(default_factory=dict)
     exclude: tuple[Exclude, ...] = ()
+    deployments: Mapping[str, Kept] = field(default_factory=dict)
+    """What `serai launcher` keeps served."""
 
     def job(self, name: str, **asked: Any) -> JobPlan:
         """The job of the model profile `name`; `asked` are fields of `Profile`, and count most. A name that is no

@@ -8,7 +8,18 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from serai.launcher.site import CommandSettings, Exclude, GpuKind, Nats, Partition, Profile, Runtime, RuntimeKind, Site
+from serai.launcher.site import (
+    CommandSettings,
+    Exclude,
+    GpuKind,
+    Kept,
+    Nats,
+    Partition,
+    Profile,
+    Runtime,
+    RuntimeKind,
+    Site,
+)
 from serai.runtime import strict_yaml
 from serai.runtime.fields import BadInput, Fields
 from serai.runtime.slurm_time import duration_s
@@ -70,6 +81,7 @@ def site_of(found: object) -> Site:
         runtimes=_each(top, "runtimes", _runtime),
         models=_each(top, "models", _profile),
         exclude=tuple(_exclude(part) for part in top.parts("exclude")) if top.has("exclude") else (),
+        deployments=_each(top, "deployments", _kept),
     )
     top.done()
     _check(site)
@@ -88,6 +100,10 @@ def _check(site: Site) -> None:
             if must and value and value not in among:
                 problem = f"there is no `{value}` below `{field}s`"
                 raise BadInput(f"{name}.{field}", problem, f"add it, or write one of {_list(among)}")
+    for name, kept in site.deployments.items():
+        if kept.profile not in site.models:
+            problem = f"there is no `{kept.profile}` below `models`"
+            raise BadInput(f"deployments.{name}.model", problem, f"add it, or write one of {_list(site.models)}")
 
 
 def _list(names: Iterable[str]) -> str:
@@ -208,6 +224,26 @@ def _profile(part: Fields) -> Profile:
     )
     part.done()
     return profile
+
+
+SLOTS_MAX = 1000
+
+
+def _kept(part: Fields) -> Kept:
+    usual = Kept(profile="")
+    kept = Kept(
+        profile=_text(part, "model", None),
+        count=part.whole("count", usual.count, least=0),
+        time_s=_duration(part, "time"),
+        queue_wait_s=part.number("queue_wait_s", usual.queue_wait_s, least=0),
+        load_s=part.number("load_s", usual.load_s, least=0),
+        load_s_max=part.number("load_s_max", least=1) if part.has("load_s_max") else None,
+        idle_s=part.number("idle_s", least=60) if part.has("idle_s") else None,
+    )
+    part.done()
+    if kept.count > SLOTS_MAX:
+        raise BadInput(part.at("count"), f"is {kept.count}", f"write at most {SLOTS_MAX}")
+    return kept
 
 
 def _sbatch(part: Fields) -> tuple[str, ...]:

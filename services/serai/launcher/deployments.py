@@ -1,0 +1,72 @@
+"""Deployments: what an operator wants to serve, and what the launcher has come to expect of each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from serai.launcher.job_book import JobBook
+from serai.launcher.succession import Picture, Wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """One model, in so many slots, each filled by one job at a time."""
+
+    name: str
+    model: str
+    count: int = 1
+    time_limit_s: float = 8 * 3600.0
+    queue_wait_s: float = 600.0
+    """What a job waits, until it is known better."""
+    load_s: float = 300.0
+    """Start of a job to its first token, until it is known better."""
+    idle_s: float | None = None
+    """Let go when no request has come for so long."""
+    load_s_max: float | None = None
+    """A job without a first token for so long is given up; None = ten minutes and four times the load expected."""
+    script: str = ""
+    """The batch script, without name and time limit."""
+
+    @property
+    def specification(self) -> str:
+        """Differs when what is submitted does; counts are no part of it."""
+        return sha256(f"{self.model}\n{self.time_limit_s}\n{self.script}".encode()).hexdigest()[:16]
+
+
+def picture_of(
+    book: JobBook,
+    deployments: Sequence[Deployment],
+    now: float,
+    *,
+    blind: str = "",
+    estimates_s: Mapping[str, float] | None = None,
+    succeeded_at_s: Mapping[str, float] | None = None,
+) -> Picture:
+    """All that is known now. `estimates_s`: per deployment, what the batch system itself says a job would wait."""
+    wanted = tuple(_wanted(one, book, now, (estimates_s or {}).get(one.name, 0.0)) for one in deployments)
+    runs = book.runs
+    slots = {run.slot for run in runs} | book.troubled
+    troubles = {slot: trouble for slot in slots if (trouble := book.trouble(slot)) is not None}
+    return Picture(
+        now=now, blind=blind, wanted=wanted, runs=runs, troubles=troubles, succeeded_at_s=dict(succeeded_at_s or {})
+    )
+
+
+def _wanted(deployment: Deployment, book: JobBook, now: float, estimate_s: float) -> Wanted:
+    name = deployment.name
+    load_s = book.loads(name).expected_s(deployment.load_s)
+    active_at_s = book.active_at_s.get(name)
+    return Wanted(
+        deployment=name,
+        model=deployment.model,
+        count=deployment.count,
+        time_limit_s=deployment.time_limit_s,
+        wait_s=max(book.waits(name).expected_s(deployment.queue_wait_s), estimate_s),
+        load_s=load_s,
+        load_s_max=deployment.load_s_max or 600.0 + 4 * load_s,
+        idle_s=deployment.idle_s,
+        idle_for_s=None if active_at_s is None else now - active_at_s,
+        asleep=name in book.asleep,
+    )

@@ -1,0 +1,403 @@
+"""The launcher's shell: answers and sessions go into the book, the plan is carried out, step by step.
+
+One loop looks at the whole picture each second; what woke it says nothing. Before each action the lease is written,
+with the intention in it: whoever has lost it finds out then, and whoever comes after knows what was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import structlog
+
+from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.drain import DrainAnswer, DrainRequest
+from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, SlotWord, WakeRequest
+from serai.contracts.registry import AllocationEnded
+from serai.contracts.subjects import DRAIN, ENDED, LAUNCHER_EXPLAIN, LAUNCHER_WAKE, to_token
+from serai.launcher import metrics
+from serai.launcher.deployments import Deployment, picture_of
+from serai.launcher.job_book import Ended, Event, JobBook, Requeued, Run, SeenSession, Served, Started
+from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
+from serai.launcher.lease import Lease, StateKeys
+from serai.launcher.settings import LauncherSettings
+from serai.launcher.slots import Slot, SlotNames, slot_name
+from serai.launcher.succession import Cancel, Drain, Picture, Plan, Sleep, Submit, plan
+from serai.runtime.bus import Bus, BusError, Message
+from serai.runtime.connection_settings import host_name
+from serai.runtime.registry_copy import RegistryCopy
+from serai.runtime.session_state import state_of
+from serai.runtime.slurm_time import duration_text
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 1.0
+DRAIN_TIMEOUT_S = 3.0
+DRAIN_AGAIN_S = 10.0
+ENDED_TIMEOUT_S = 3.0
+ESTIMATE_EVERY_S = 900.0
+STALE_ANSWERS = 3
+"""So many answers of the batch system may be missing before what it said last is too old to act on."""
+STALE_MARGIN_S = 30.0
+
+
+class Launcher:
+    """Collaborators come from outside; `run` returns when told to stop."""
+
+    def __init__(
+        self,
+        settings: LauncherSettings,
+        deployments: Sequence[Deployment],
+        bus: Bus,
+        slurm: Slurm,
+        keys: StateKeys,
+        query_every_s: float,
+    ) -> None:
+        self._settings = settings
+        self._deployments = {one.name: one for one in deployments}
+        self._bus = bus
+        self._slurm = slurm
+        self._query_every_s = query_every_s
+        self.copy = RegistryCopy(bus, settings.site)
+        self.book = JobBook(
+            settings.book_rules,
+            SlotNames(settings.site, list(self._deployments)),
+            {one.name: one.specification for one in deployments},
+        )
+        self._owner = f"{host_name()}-{secrets.token_hex(4)}"
+        self.lease = Lease(
+            keys,
+            to_token(settings.site),
+            self._owner,
+            settings.lease_s,
+            time.monotonic,
+            state=lambda beat: self.book.kept(self._owner, beat, time.monotonic()),
+            taken=self._restore,
+        )
+        self.last = Plan(blind="it has just started")
+        self._listening_since_s = time.monotonic()
+        self._succeeded_at_s: dict[str, float] = {}
+        self._estimates_s: dict[str, float] = {}
+        self._drained_at_s: dict[str, float] = {}
+        self._said: dict[str, tuple[str, bool]] = {}
+        self._wake = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self._bus.on_reconnect(self._on_reconnect)
+        site = self._settings.site
+        subscriptions = [
+            *await self.copy.start(),
+            await self._bus.subscribe(LAUNCHER_EXPLAIN.of_site(site), self.on_explain),
+            await self._bus.subscribe(LAUNCHER_WAKE.of_site(site), self.on_wake),
+        ]
+        await self._bus.barrier()
+        log.info("launcher.ready", site=site, deployments=sorted(self._deployments))
+        async with asyncio.TaskGroup() as tasks:
+            work = (self.copy.run(), self._beating(), self._asking(), self._looking(), self._estimating())
+            working = [tasks.create_task(one) for one in work]
+            await stop.wait()
+            for task in working:
+                task.cancel()
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
+        await self.lease.give_back(self.book.kept("", self.lease.beats + 1, time.monotonic()))
+
+    async def rehearse(self, patience_s: float) -> LauncherWord:
+        """`--dry-run`: listens until it sees the whole picture, and says what it would do. Raises BusError."""
+        self._restore(await self.lease.read())
+        await self.copy.start()
+        await self._bus.barrier()
+        give_up_at_s = time.monotonic() + patience_s
+        async with asyncio.TaskGroup() as tasks:
+            working = [tasks.create_task(one) for one in (self.copy.run(), self._asking())]
+            while (why := self._blind(acting=False)) and time.monotonic() < give_up_at_s:
+                await asyncio.sleep(LOOK_EVERY_S / 4)
+            for task in working:
+                task.cancel()
+        self._hear_sessions(time.monotonic())
+        self.last = plan(self._picture(why), self._settings.rules)
+        return self.word("")
+
+    # -- what it sees --------------------------------------------------------------------------------------------
+
+    async def _beating(self) -> None:
+        while True:
+            await self.lease.beat()
+            await asyncio.sleep(self._settings.lease_s / 6)
+
+    async def _asking(self) -> None:
+        """The batch system; the protocol's other side sees to it that it is not asked too often."""
+        while True:
+            answer = await self._slurm.jobs()
+            now = time.monotonic()
+            if isinstance(answer, Unknown):
+                metrics.UNKNOWN.inc()
+                log.warning("launcher.unknown", reason=answer.reason, effect="nothing is done")
+            await self._note(self.book.hear_jobs(answer, now))
+            self._wake.set()
+            await asyncio.sleep(self._query_every_s)
+
+    async def _estimating(self) -> None:
+        """What the batch system itself says a job would wait: often too much, sometimes the only word there is."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S * 10)
+            for one in self._deployments.values():
+                if not self.lease.held or one.count == 0 or one.name in self.book.asleep:
+                    continue
+                answer = await self._slurm.expected_start(one.script, [f"--time={duration_text(one.time_limit_s)}"])
+                self._estimates_s.pop(one.name, None)
+                if isinstance(answer, ExpectedStart):
+                    self._estimates_s[one.name] = answer.wait_s
+            await asyncio.sleep(ESTIMATE_EVERY_S)
+
+    def _hear_sessions(self, now: float) -> list[Event]:
+        wanted = {run.allocation for run in self.book.runs if run.allocation}
+        return self.book.hear_sessions(self._sessions(wanted, now), now)
+
+    def _sessions(self, allocations: set[str], now: float) -> Iterable[SeenSession]:
+        replica = self.copy.replica
+        for record in replica.records_of_site(self._settings.site) if allocations else ():
+            if record.metadata.allocation not in allocations:
+                continue
+            status = replica.status(record.session)
+            yield SeenSession(
+                session=record.session,
+                allocation=record.metadata.allocation,
+                state=state_of(replica, record.session, now),
+                in_flight=None if status is None else status.in_flight,
+                requests_total=0 if status is None else status.requests_total,
+                remaining_s=None if status is None else status.allocation_remaining_s,
+            )
+
+    def _blind(self, *, acting: bool = True) -> str:
+        """Why the picture is not whole; empty = it is."""
+        now = time.monotonic()
+        if acting and (why := self.lease.why_not):
+            return why
+        if not self._bus.connected:
+            return "there is no connection to NATS"
+        if not self.copy.synced:
+            return "the registry has not answered yet"
+        listened_s = now - self._listening_since_s
+        if acting and listened_s < self._settings.settle_s:
+            return f"it has listened for {listened_s:.0f} s only, of {self._settings.settle_s:g}"
+        if self.book.unknown:
+            return f"the batch system: {self.book.unknown}"
+        heard_at_s = self.book.heard_at_s
+        if not self.book.answers or heard_at_s is None:
+            return "the batch system has not answered yet"
+        if now - heard_at_s > STALE_ANSWERS * self._query_every_s + STALE_MARGIN_S:
+            return f"the batch system has not answered for {now - heard_at_s:.0f} s"
+        if self.book.braked(now):
+            return "most jobs are missing from the batch system's answers at once, which is more likely its mistake"
+        return ""
+
+    def _picture(self, blind: str) -> Picture:
+        return picture_of(
+            self.book,
+            list(self._deployments.values()),
+            time.monotonic(),
+            blind=blind,
+            estimates_s=self._estimates_s,
+            succeeded_at_s=self._succeeded_at_s,
+        )
+
+    # -- what it does --------------------------------------------------------------------------------------------
+
+    async def _looking(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await self._note(self._hear_sessions(time.monotonic()))
+            self.last = plan(self._picture(self._blind()), self._settings.rules)
+            self._say()
+            metrics.show(self.book, self.last)
+            await self._act(self.last)
+
+    async def _act(self, made: Plan) -> None:
+        for drain in made.drain:
+            await self._drain(drain)
+        for cancel in made.cancel:
+            await self._cancel(cancel)
+        for submit in made.submit:
+            await self._submit(submit)
+        for sleep in made.sleep:
+            self._sleep(sleep)
+
+    async def _drain(self, drain: Drain) -> None:
+        now = time.monotonic()
+        if now - self._drained_at_s.get(drain.session, -DRAIN_AGAIN_S) < DRAIN_AGAIN_S or not await self.lease.beat():
+            return
+        self._drained_at_s = {name: at_s for name, at_s in self._drained_at_s.items() if now - at_s < DRAIN_AGAIN_S}
+        self._drained_at_s[drain.session] = now
+        try:
+            message = await self._bus.request(
+                DRAIN.of(drain.session), encode(DrainRequest(drain.why, drain.within_s)), DRAIN_TIMEOUT_S
+            )
+            answer = decode(DrainAnswer, message.data)
+        except (BusError, MalformedMessage) as error:
+            log.warning("launcher.drain_failed", session=drain.session, error=str(error), effect="asked again")
+            return
+        metrics.DRAINS.inc()
+        log.info(
+            "launcher.drain",
+            slot=str(drain.slot),
+            session=drain.session,
+            within_s=drain.within_s,
+            why=drain.why,
+            accepted=answer.accepted,
+            in_flight=answer.in_flight,
+        )
+
+    async def _cancel(self, cancel: Cancel) -> None:
+        self.book.cancelling(cancel.run, time.monotonic(), dismissed=cancel.dismissed)
+        if not await self.lease.beat():
+            return
+        answer = await self._slurm.cancel(cancel.job)
+        metrics.CANCELS.inc()
+        told = answer.text if isinstance(answer, Refused) else answer.reason if isinstance(answer, Unknown) else "taken"
+        log.info("launcher.cancel", slot=str(cancel.slot), job=str(cancel.job), why=cancel.why, answer=told)
+
+    async def _submit(self, submit: Submit) -> None:
+        deployment = self._deployments[submit.slot.deployment]
+        generation = self.book.next_generation(submit.slot)
+        name = slot_name(self._settings.site, submit.slot, generation, deployment.model, secrets.token_hex(4))
+        self.book.submitting(name, submit.time_limit_s, time.monotonic())
+        if not await self.lease.beat():
+            self.book.withdrawn(name)
+            return
+        options = [
+            f"--job-name={name}",
+            f"--time={duration_text(submit.time_limit_s)}",
+            f"--comment=serai {submit.slot} generation {generation}",
+        ]
+        answer = await self._slurm.submit(deployment.script, options)
+        self.book.submitted(name, answer, time.monotonic())
+        if any(word.slot == str(submit.slot) and word.verdict == "successor" for word in self.last.says):
+            self._succeeded_at_s[submit.slot.deployment] = time.monotonic()
+        self._log_submission(submit, str(name), generation, answer)
+        await self.lease.beat()
+
+    def _log_submission(self, submit: Submit, name: str, generation: int, answer: JobId | Refused | Unknown) -> None:
+        facts = {"slot": str(submit.slot), "generation": generation, "name": name, "why": submit.why}
+        match answer:
+            case JobId():
+                metrics.SUBMISSIONS.of("taken").add()
+                log.info("launcher.submitted", job=str(answer), time_limit_s=submit.time_limit_s, **facts)
+            case Refused():
+                metrics.SUBMISSIONS.of(str(answer.kind)).add()
+                log.error("launcher.refused", kind=str(answer.kind), text=answer.text, remedy=answer.remedy, **facts)
+            case Unknown():
+                metrics.SUBMISSIONS.of("unknown").add()
+                log.warning("launcher.submission_unknown", reason=answer.reason, effect="looked for by name", **facts)
+
+    def _sleep(self, sleep: Sleep) -> None:
+        self.book.asleep.add(sleep.deployment)
+        log.info("launcher.asleep", deployment=sleep.deployment, why=sleep.why)
+
+    # -- what it notes -------------------------------------------------------------------------------------------
+
+    async def _note(self, events: Iterable[Event]) -> None:
+        for event in events:
+            run = event.run
+            facts = {"slot": str(run.slot), "job": str(run.id), "generation": run.generation}
+            match event:
+                case Started(wait_s=wait_s):
+                    if wait_s is not None:
+                        metrics.WAITS.of(run.slot.deployment).observe(wait_s)
+                    log.info("launcher.started", wait_s=_rounded(wait_s), **facts)
+                case Served(load_s=load_s):
+                    if load_s is not None:
+                        metrics.LOADS.of(run.slot.deployment).observe(load_s)
+                    log.info("launcher.serves", load_s=_rounded(load_s), **facts)
+                case Requeued():
+                    log.warning("launcher.requeued", effect="what comes is another session", **facts)
+                case Ended(state=state, failed=failed):
+                    metrics.ENDS.of("gone" if state is None else str(state), "failed" if failed else "as meant").add()
+                    tell = log.warning if failed else log.info
+                    tell("launcher.ended", state="gone" if state is None else str(state), failed=failed, **facts)
+                    if state is not None:
+                        await self._tell_ended(run, str(state))
+
+    async def _tell_ended(self, run: Run, state: str) -> None:
+        """The batch system's word, for the registry, where a session of the job did not say so itself."""
+        if not run.sessions:
+            return
+        ended = AllocationEnded(self._settings.site, run.allocation, f"job {run.id}: {state}")
+        try:
+            await self._bus.request(ENDED.of_site(self._settings.site), encode(ended), ENDED_TIMEOUT_S)
+        except BusError as error:
+            log.warning("launcher.ended_not_told", allocation=run.allocation, error=str(error))
+
+    def _say(self) -> None:
+        """What is thought of a slot, when it is something new."""
+        for word in self.last.says:
+            if self._said.get(word.slot) != (word.verdict, word.alert):
+                self._said[word.slot] = (word.verdict, word.alert)
+                tell = log.error if word.alert else log.info
+                tell("launcher.slot", slot=word.slot, verdict=word.verdict, text=word.text, **word.facts)
+
+    def _restore(self, state: LauncherState) -> None:
+        self.book.restore(state, time.monotonic())
+        self._listening_since_s = time.monotonic()
+
+    def _on_reconnect(self) -> None:
+        self._listening_since_s = time.monotonic()
+
+    # -- what it is asked ----------------------------------------------------------------------------------------
+
+    def on_explain(self, message: Message) -> None:
+        try:
+            request = decode(ExplainRequest, message.data)
+        except MalformedMessage as error:
+            self._answer(message, replace(self.word(""), slots=[], problem=str(error)))
+            return
+        self._answer(message, self.word(request.slot))
+
+    def on_wake(self, message: Message) -> None:
+        try:
+            request = decode(WakeRequest, message.data)
+        except MalformedMessage as error:
+            self._answer(message, replace(self.word(""), slots=[], problem=str(error)))
+            return
+        if request.deployment not in self._deployments:
+            known = ", ".join(sorted(self._deployments)) or "none"
+            problem = f"there is no deployment {request.deployment!r} (there is {known})"
+            self._answer(message, replace(self.word(""), slots=[], problem=problem))
+        elif self.lease.held:
+            self.book.wake(request.deployment, time.monotonic())
+            log.info("launcher.woken", deployment=request.deployment)
+            self._wake.set()
+            self._answer(message, self.word(request.deployment))
+
+    def word(self, asked: str) -> LauncherWord:
+        """The last plan, of the slots asked for."""
+        slots = [one for one in self.last.says if _is_asked(one, asked)]
+        problem = "" if slots or not asked else f"there is no slot {asked!r}"
+        acting = self.lease.held and not self.last.blind
+        return LauncherWord(self._settings.site, self._owner, acting, self.last.blind, slots, problem)
+
+    def _answer(self, message: Message, word: LauncherWord) -> None:
+        """Only the one that acts answers, when there are several."""
+        if not message.reply or (not self.lease.held and self.lease.why_not.startswith("another")):
+            return
+        try:
+            self._bus.publish(message.reply, encode(word))
+        except BusError as error:
+            log.warning("launcher.not_answered", error=str(error))
+
+
+def _is_asked(word: SlotWord, asked: str) -> bool:
+    slot = Slot.of(word.slot)
+    return not asked or word.slot == asked or (slot is not None and slot.deployment == asked)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
