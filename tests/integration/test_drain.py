@@ -218,3 +218,28 @@ def test_h15_a_scontrol_that_hangs_delays_nothing(small_system: System, tmp_path
     assert heard.error is not None
     assert time.monotonic() - told[0] < 4
     assert agent.popen.wait(10) == 0
+
+
+def test_h39_a_sigterm_to_the_engine_of_a_job_cuts_nothing(small_system: System, tmp_path: Path) -> None:
+    """Some Slurms send it to all processes of a job at once. The agent ends the engine all the same, and quickly."""
+    environment = put_slurm(tmp_path / "slurm", PREEMPTED.replace("{grace_s}", "60"))
+    agent = start_agent(small_system, "--engine-stop-s", "20", environment=environment)
+    small_system.wait_for_sessions(1)
+
+    def stop(_: Heard) -> None:
+        os.kill(engine_pid(small_system, agent), signal.SIGTERM)
+        agent.popen.terminate()
+
+    heard = listen(small_system, CHAT, {"max_tokens": 100}, stop, 5)
+    assert (heard.error, heard.finish_reasons, heard.ends) == (None, ["length"], 1)
+    ended_s = time.monotonic()
+    assert agent.popen.wait(30) == 0
+    assert time.monotonic() - ended_s < 10
+    assert "engine.killed" not in agent.log
+
+
+def engine_pid(system: System, agent: Process) -> int:
+    """The child of the agent that listens on its engine's port."""
+    children = Path(f"/proc/{agent.popen.pid}/task/{agent.popen.pid}/children").read_text().split()
+    wanted = f"\0{system.engine_port(agent)}\0".encode()
+    return next(int(child) for child in children if wanted in Path(f"/proc/{child}/cmdline").read_bytes())

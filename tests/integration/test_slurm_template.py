@@ -21,7 +21,8 @@ SEED = "SUAAVVAHIFAEZZPLGYCHVT3ZO3IPQE6GNDX2LD6QP3TT5HQKSTGTE5EMOM"
 STAND_IN = f"""#!{sys.executable}
 import json, os, signal, sys, time
 asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: (asked.append(1), print("stand-in: got", number, flush=True)))
 with open(os.environ["RECORD"] + ".new", "w") as file:
     json.dump({{"argv": sys.argv[1:], "environment": dict(os.environ)}}, file)
 os.replace(os.environ["RECORD"] + ".new", os.environ["RECORD"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +46,15 @@ _CONTAINER_RUNTIMES = {
     "srun",
     "udocker",
 }
+
+_SHIELDED = "SLURM_JOB_ID" in os.environ
+"""Slurm may send SIGTERM to all processes of a job at once (proctrack/linuxproc, SignalChildrenProcesses of
+cgroup.conf), and engines obey at once: streams would be cut before the agent can drain (H39). A signal that is blocked
+stays so whatever handlers the engine installs, so we end it by SIGINT, which engines take alike."""
+_WITHOUT_SIGTERM = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
+    "os.execv(sys.argv[1], sys.argv[2:])"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -107,7 +118,7 @@ class EngineProcess:
     ) -> EngineProcess:
         """`environment` is all it gets. Raises OSError when the program cannot be started."""
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *(_shielded(command, environment) if _SHIELDED else command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -159,10 +170,10 @@ class EngineProcess:
         return [port for port in ports if port != self._port]
 
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM, then SIGKILL to the whole group after `grace_s`, and to what has left the group. Returns the exit
-        code."""
+        """SIGTERM (SIGINT if shielded), then SIGKILL to the whole group after `grace_s`, and to what has left the
+        group. Returns the exit code."""
         if not self.exited.done():
-            self._signal_group(signal.SIGTERM)
+            self._signal_group(signal.SIGINT if _SHIELDED else signal.SIGTERM)
             try:
                 async with asyncio.timeout(grace_s):
                     await asyncio.shield(self.exited)
@@ -253,6 +264,15 @@ def kill(process: ProcessIdentity, number: signal.Signals) -> None:
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _shielded(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The command behind one that blocks SIGTERM and makes way for it: uvloop starts its children with all signals
+    open. Raises OSError when there is no such program."""
+    program = shutil.which(command[0], path=environment.get("PATH"))
+    if program is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    return [sys.executable, "-I", "-S", "-c", _WITHOUT_SIGTERM, program, *command]
 
 
 start_on_loopback: EngineStarter = LoopbackStarter()
