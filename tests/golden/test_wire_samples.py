@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT
 
-from serai.contracts import drain, inference, limits, registry, session_record, status, usage
+from serai.contracts import drain, inference, launcher, limits, registry, session_record, status, usage
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.inference import (
@@ -28,6 +28,15 @@ from serai.contracts.inference import (
     InferenceRequest,
     ResponseEnd,
     ResponseHead,
+)
+from serai.contracts.launcher import (
+    ExplainRequest,
+    KeptRun,
+    KeptTrouble,
+    LauncherState,
+    LauncherWord,
+    SlotWord,
+    WakeRequest,
 )
 from serai.contracts.limits import BudgetAccount, BudgetLease, LimitsUse, ScopeUse
 from serai.contracts.registry import (
@@ -161,8 +170,27 @@ _USAGE = UsageRecord(
 )
 _LEASE = BudgetLease(250_000, 1_796_061_600.5)
 _SPENT = Spent("project:climate", "qwen2.5:7b", 17, 1_024, 512, 300, 3.125)
+_KEPT_RUN = KeptRun("serai.qwen2.5_7b.0a1b2c3ds1g7xc0ffee12", "4711", "alps", True, 28_800.5)
+_KEPT_TROUBLE = KeptTrouble("chat/1", "quota", "QOSMaxSubmitJobPerUserLimit", 2, 899.5, "9f86d081884c7d65")
+_SLOT_WORD = SlotWord("chat/1", "stopped", "too many jobs", True, ["4711 running"], {"time_left_s": 3_599.5})
 
 MESSAGES: list[object] = [
+    _KEPT_RUN,
+    _KEPT_TROUBLE,
+    LauncherState(
+        "login1-c0ffee12",
+        42,
+        [_KEPT_RUN],
+        [_KEPT_TROUBLE],
+        {"chat/1": 7},
+        ["night"],
+        {"chat": [61.5]},
+        {"chat": [242.5]},
+    ),
+    ExplainRequest("chat/1"),
+    _SLOT_WORD,
+    LauncherWord("alps", "login1-c0ffee12", True, "squeue: no answer", [_SLOT_WORD], "there is no slot 'chat/9'"),
+    WakeRequest("night"),
     LimitsUse("5f3a9c01d2e4b687", 3_600.5, {"project:climate": ScopeUse(1_024, 524_288, 17)}),
     BudgetAccount("2026-11", 1_500_000, {"5f3a9c01d2e4b687": _LEASE}),
     ScopeUse(1_024, 524_288, 17),
@@ -257,7 +285,7 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
     kinds = {
         name
-        for module in (drain, inference, limits, registry, session_record, status, usage)
+        for module in (drain, inference, launcher, limits, registry, session_record, status, usage)
         for name in messages_of(module)
     }
     assert {message_name(message) for message in MESSAGES} == kinds

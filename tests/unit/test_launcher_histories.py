@@ -26,7 +26,6 @@ def test_a_slot_is_never_without_a_session_while_the_queue_is_shorter_than_expec
     count = 1 + seed % 4
     world = World(seed, deployment(count), steady_queue).run(hours=30)
     assert world.broken == []
-    assert world.dropped == 0
     assert world.unserved_s == {}
     assert len(world.last_served_s) == count
     assert len(world.submissions) >= 7 * count

@@ -27,6 +27,9 @@ from serai.contracts.subjects import (
     DRAIN,
     ENDED,
     INFERENCE,
+    LAUNCHER_EXPLAIN,
+    LAUNCHER_WAKE,
+    LAUNCHERS_BUCKET,
     LIMITS,
     OPINION,
     PROBE,
@@ -46,6 +49,11 @@ _HEAR_REGISTRY = [SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every]
 _BUDGETS = [
     f"$KV.{BUDGETS_BUCKET}.*",
     *[f"$JS.API.STREAM.{what}.KV_{BUDGETS_BUCKET}" for what in ("MSG.GET", "CREATE")],
+]
+
+_LAUNCHERS = [
+    f"$KV.{LAUNCHERS_BUCKET}.*",
+    *[f"$JS.API.STREAM.{what}.KV_{LAUNCHERS_BUCKET}" for what in ("MSG.GET", "CREATE")],
 ]
 
 _ROLES: dict[str, tuple[list[str], list[str]]] = {
@@ -85,13 +93,13 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     ),
     # `serai registry …` and `serai health`: they look, pass on the batch system's word, and ask sessions to end.
     "tools": (
-        [*_READ_REGISTRY, ENDED.every, DRAIN.every, USAGE_SPENT.every],
+        [*_READ_REGISTRY, ENDED.every, DRAIN.every, USAGE_SPENT.every, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every],
         [*_HEAR_REGISTRY, "_INBOX_tools.>"],
     ),
     # Starts successors, and asks those whose time is up to end.
     "launcher": (
-        [*_READ_REGISTRY, ENDED.every, DRAIN.every],
-        [*_HEAR_REGISTRY, "_INBOX_launcher.>"],
+        [*_READ_REGISTRY, ENDED.every, DRAIN.every, *_LAUNCHERS, "_INBOX_tools.>"],
+        [*_HEAR_REGISTRY, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, "_INBOX_launcher.>"],
     ),
 }
 

@@ -37,6 +37,11 @@ COMMANDS: Tree = {
         "explain": Command("serai.cli.registry_explain", "say why a session gets no requests"),
         "ended": Command("serai.cli.registry_ended", "tell the registry that an allocation is over"),
     },
+    "launcher": {
+        "": Command("serai.launcher.__main__", "keep a site's models served, Slurm job after Slurm job"),
+        "explain": Command("serai.cli.launcher_explain", "say what the launcher does for each slot, and why"),
+        "wake": Command("serai.cli.launcher_wake", "start a deployment again that was let go or stopped"),
+    },
     "ledger": Command("serai.ledger.__main__", "keep the usage records of a site in SQL"),
     "usage": Command("serai.cli.usage", "sum up what was used, by project, model, provider, day or key"),
     "health": Command("serai.cli.health", "say whether the registry answers and how many models serve"),

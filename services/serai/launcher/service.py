@@ -115,7 +115,7 @@ class Launcher:
         async with asyncio.TaskGroup() as tasks:
             working = [tasks.create_task(one) for one in (self.copy.run(), self._asking())]
             while (why := self._blind(acting=False)) and time.monotonic() < give_up_at_s:
-                await asyncio.sleep(LOOK_EVERY_S / 4)
+                await self._wake_or(LOOK_EVERY_S)
             for task in working:
                 task.cancel()
         self._hear_sessions(time.monotonic())
@@ -210,16 +210,19 @@ class Launcher:
 
     async def _looking(self) -> None:
         while True:
-            try:
-                await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
-            except TimeoutError:
-                pass
-            self._wake.clear()
+            await self._wake_or(LOOK_EVERY_S)
             await self._note(self._hear_sessions(time.monotonic()))
             self.last = plan(self._picture(self._blind()), self._settings.rules)
             self._say()
             metrics.show(self.book, self.last)
             await self._act(self.last)
+
+    async def _wake_or(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            pass
+        self._wake.clear()
 
     async def _act(self, made: Plan) -> None:
         for drain in made.drain:
@@ -257,9 +260,9 @@ class Launcher:
         )
 
     async def _cancel(self, cancel: Cancel) -> None:
-        self.book.cancelling(cancel.run, time.monotonic(), dismissed=cancel.dismissed)
         if not await self.lease.beat():
             return
+        self.book.cancelling(cancel.run, time.monotonic(), dismissed=cancel.dismissed)
         answer = await self._slurm.cancel(cancel.job)
         metrics.CANCELS.inc()
         told = answer.text if isinstance(answer, Refused) else answer.reason if isinstance(answer, Unknown) else "taken"

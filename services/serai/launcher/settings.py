@@ -18,9 +18,7 @@ class LauncherSettings(ConnectionSettings):
     count: tuple[str, ...] = setting(
         (), "DEPLOYMENT=N, instead of the site file's count; may be repeated", flag="--count"
     )
-    lead_factor: float = setting(
-        1.25, "successors come earlier than wait and load are expected to take, by this factor"
-    )
+    lead_factor: float = setting(1.25, "successors come earlier than waiting and loading may take, by this factor")
     lead_margin_s: float = setting(120.0, "… and by so many seconds")
     birth_spacing_s: float = setting(60.0, "successors of a deployment are submitted at least so far apart, in seconds")
     stop_margin_s: float = setting(20.0, "drains are over so long before the end of their allocation, in seconds")

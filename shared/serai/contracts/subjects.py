@@ -15,6 +15,8 @@
 | `registry.opinion.<site>`  | anyone → that registry     | `OpinionRequest`, answered with `Opinion`              |
 | `registry.disconnected.<site>` | registry → all         | `Disconnected`                                         |
 | `registry.ended.<site>`    | batch system → registry    | `AllocationEnded`, answered with the same              |
+| `launcher.explain.<site>`  | tools → launcher           | `ExplainRequest`, answered with `LauncherWord`         |
+| `launcher.wake.<site>`     | tools → launcher           | `WakeRequest`, answered with `LauncherWord`            |
 | `usage.record.<site>`      | ingress → stream → ledger  | `UsageRecord`s, one a line, kept until taken            |
 | `usage.spent.<site>`       | ingress → ledger           | `SpentRequest`, answered with `SpentAnswer`            |
 | `limits.<process>`         | ingress → ingresses        | `LimitsUse`, may be lost                               |
@@ -30,6 +32,7 @@ from typing import Generic, TypeVar
 
 from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
+from serai.contracts.launcher import ExplainRequest, WakeRequest
 from serai.contracts.limits import LimitsUse
 from serai.contracts.registry import (
     AllocationEnded,
@@ -120,11 +123,15 @@ ENDED: Subject[AllocationEnded] = Subject("registry.ended", AllocationEnded)
 USAGE: Subject[UsageRecord] = Subject("usage.record", UsageRecord)
 USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
 LIMITS: Subject[LimitsUse] = Subject("limits", LimitsUse)
+LAUNCHER_EXPLAIN: Subject[ExplainRequest] = Subject("launcher.explain", ExplainRequest)
+LAUNCHER_WAKE: Subject[WakeRequest] = Subject("launcher.wake", WakeRequest)
 
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
 BUDGETS_BUCKET = "serai_budgets"
 """KV bucket of budgets, key = scope as a token, value = `BudgetAccount`; written by compare-and-set only."""
+LAUNCHERS_BUCKET = "serai_launchers"
+"""KV bucket of launchers, key = site as a token, value = `LauncherState`, a lease too; by compare-and-set only."""
 
 USAGE_STREAM, USAGE_CONSUMER = "serai_usage", "ledger"
 """JetStream stream of a site's usage records, one a JetStream domain, and its one durable consumer: all ledgers of the

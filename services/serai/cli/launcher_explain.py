@@ -1,0 +1,28 @@
+"""Says what the launcher of a site does for each slot, or waits for, and why.
+
+Exit codes: 0 done · 1 NATS or the launcher does not answer · 2 wrong usage · 3 no such slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import orjson
+
+from serai.cli.launcher_reader import ask_launcher
+from serai.cli.registry_reader import add_reader_arguments
+from serai.contracts.launcher import ExplainRequest
+from serai.contracts.subjects import LAUNCHER_EXPLAIN
+from serai.launcher.words import word_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_reader_arguments(parser)
+    parser.add_argument("slot", metavar="SLOT", nargs="?", default="", help="DEPLOYMENT or DEPLOYMENT/NUMBER")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    word, code = ask_launcher("launcher explain", arguments, LAUNCHER_EXPLAIN, ExplainRequest(arguments.slot))
+    if word is not None and not word.problem:
+        print(orjson.dumps(word, option=orjson.OPT_INDENT_2).decode() if arguments.json else word_text(word))
+    return code

@@ -1,0 +1,25 @@
+"""Has the launcher of a site start a deployment again that it let go because it was idle, or stopped because it failed.
+
+Exit codes: 0 done · 1 NATS or the launcher does not answer · 2 wrong usage · 3 no such deployment.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from serai.cli.launcher_reader import ask_launcher
+from serai.cli.registry_reader import add_reader_arguments
+from serai.contracts.launcher import WakeRequest
+from serai.contracts.subjects import LAUNCHER_WAKE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_reader_arguments(parser)
+    parser.add_argument("deployment", metavar="DEPLOYMENT", help="as the site file names it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    word, code = ask_launcher("launcher wake", arguments, LAUNCHER_WAKE, WakeRequest(arguments.deployment))
+    if word is not None and not word.problem:
+        print(f"site {word.site}: {arguments.deployment} is wanted again")
+    return code
