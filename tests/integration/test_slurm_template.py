@@ -153,6 +153,44 @@ def test_a_second_signal_while_the_agent_drains_does_not_end_the_wait(batch: Bat
     assert "stand-in: left" in batch.output
 
 
+def test_h05_a_preempted_job_is_left_to_slurm_when_its_agent_has_left(batch: Batch) -> None:
+    """Had it ended before, it would not be queued again."""
+    folder = batch.folder / "slurm"
+    folder.mkdir()
+    (folder / "scontrol").write_text("#!/bin/sh\necho JobState=RUNNING PreemptTime=2026-11-30T14:47:29")
+    (folder / "scontrol").chmod(0o755)
+    batch.environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "UNTIL_TERM": "1"}
+    shell = batch.start("engine")
+    batch.record()
+    shell.send_signal(signal.SIGTERM)
+    wait_for(lambda: "preempted; Slurm decides" in batch.output, "it waits")
+    assert shell.poll() is None
+    shell.send_signal(signal.SIGTERM)
+    assert shell.wait(10) == 0
+
+
+def test_the_agent_hears_what_the_jobs_steps_are_told(batch: Batch) -> None:
+    """With a grace before preemption Slurm signals steps, and not the batch shell."""
+    folder = batch.folder / "slurm"
+    folder.mkdir()
+    (folder / "srun").write_text(
+        '#!/bin/sh\nwhile [ "$1" != bash ]; do shift; done\n"$@" &\necho $! > "$RECORD.step"\nwait'
+    )
+    (folder / "srun").chmod(0o755)
+    batch.environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "UNTIL_TERM": "1", "EXIT_CODE": "3"}
+    shell = batch.start("engine")
+    batch.record()
+    step = Path(batch.environment["RECORD"] + ".step")
+    wait_for(lambda: step.exists() and step.read_text().strip(), "the step listens")
+    catches_term = 1 << (signal.SIGTERM - 1)
+    status = Path(f"/proc/{step.read_text().strip()}/status")
+    wait_for(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & catches_term, "it has set its trap")
+    os.kill(int(step.read_text()), signal.SIGTERM)
+    assert shell.wait(10) == 3, batch.output
+    assert "stand-in: got 15" in batch.output
+    assert "agent.sbatch: got" not in batch.output
+
+
 @pytest.mark.parametrize(
     ("missing", "told"),
     [

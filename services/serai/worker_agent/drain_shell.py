@@ -62,6 +62,7 @@ class Notice:
 
     def give(self, ending: Ending, *, final: bool = False) -> None:
         """To this one and to those that follow it. `final`: see `Told`."""
+        log.info("agent.told_to_end", reason=ending.reason, left_s=round(ending.left_s), why=ending.why)
         self._hear(Told(ending, final), time.monotonic())
 
     def follower(self) -> Notice:
@@ -81,7 +82,6 @@ class Notice:
         return self._words[after:]
 
     def _hear(self, told: Told, at_s: float) -> None:
-        log.info("agent.told_to_end", reason=told.ending.reason, left_s=round(told.ending.left_s), why=told.ending.why)
         self._words.append((told, at_s))
         self.given.set()
         self.changed.set()
