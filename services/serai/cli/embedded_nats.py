@@ -1,4 +1,4 @@
-"""A NATS server for one machine: JetStream on a file store, loopback only, one generated nkey per role.
+"""A NATS server for one machine: JetStream on a file store, loopback unless told otherwise, one nkey per role.
 
 Subject permissions are as tight as one key per role allows: an agent cannot read what other agents answer, the
 ingress cannot speak for agents, and each service touches of JetStream only what is its own. The registry has a second
@@ -22,6 +22,7 @@ from serai.contracts.subjects import (
     BEAT,
     BUDGETS_BUCKET,
     CANCEL,
+    CLEARED,
     DIGEST,
     DISCONNECTED,
     DRAIN,
@@ -68,7 +69,7 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
             *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
             *["$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
         ],
-        [*_HEAR_REGISTRY, DIGEST.every, SNAPSHOT.every, OPINION.every, ENDED.every, "_INBOX_registry.>"],
+        [*_HEAR_REGISTRY, *[s.every for s in (DIGEST, SNAPSHOT, OPINION, ENDED, CLEARED)], "_INBOX_registry.>"],
     ),
     "agent": (
         # Answers go to ingress inboxes, whose names cannot be guessed. Not allow_responses: the server would keep
@@ -93,7 +94,10 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     ),
     # `serai registry …` and `serai health`: they look, pass on the batch system's word, and ask sessions to end.
     "tools": (
-        [*_READ_REGISTRY, ENDED.every, DRAIN.every, USAGE_SPENT.every, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every],
+        [
+            *[*_READ_REGISTRY, ENDED.every, CLEARED.every, DRAIN.every, USAGE_SPENT.every],
+            *[LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every],
+        ],
         [*_HEAR_REGISTRY, "_INBOX_tools.>"],
     ),
     # Starts successors, and asks those whose time is up to end.
@@ -131,6 +135,8 @@ class EmbeddedNats:
     server_name: str = "serai-local"
     domain: str | None = None
     """JetStream domain. Servers that are linked must have different ones: else they take each other's KV."""
+    host: str = "127.0.0.1"
+    """The address it listens on."""
     leaf_port: int | None = None
     """Where it listens for leaf nodes; None = not at all."""
     leaf_remotes: tuple[LeafRemote, ...] = ()
@@ -158,7 +164,7 @@ class EmbeddedNats:
         self.config_file.write_text(
             f"""# Written by `serai up` at each start.
 server_name: "{self.server_name}"
-listen: 127.0.0.1:{port}
+listen: "{self.host}:{port}"
 max_payload: 8MB
 write_deadline: "5s"
 ping_interval: "{ping_s}s"

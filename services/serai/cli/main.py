@@ -35,6 +35,10 @@ COMMANDS: Tree = {
         "show": Command("serai.cli.registry_show", "show all that is known of one session"),
         "watch": Command("serai.cli.registry_watch", "print changes of the registry as they come"),
         "explain": Command("serai.cli.registry_explain", "say why a session gets no requests"),
+        "quarantine": {
+            "ls": Command("serai.cli.quarantine_ls", "list the hosts that should get no new jobs, and why"),
+            "clear": Command("serai.cli.quarantine_clear", "say that a host is well again"),
+        },
         "ended": Command("serai.cli.registry_ended", "tell the registry that an allocation is over"),
     },
     "launcher": {

@@ -8,6 +8,7 @@ from functools import partial
 
 from serai.contracts.subjects import (
     BEAT,
+    CLEARED,
     DIGEST,
     DISCONNECTED,
     ENDED,
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ],
                 must_subscribe=[
                     *[SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every],
-                    *[subject.of_site(settings.site) for subject in (SNAPSHOT, DIGEST, OPINION, ENDED)],
+                    *[subject.of_site(settings.site) for subject in (SNAPSHOT, DIGEST, OPINION, ENDED, CLEARED)],
                 ],
                 must_not_subscribe=[INFERENCE.every, "_INBOX_ingress.>"],
             )

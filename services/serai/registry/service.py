@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar, assert_never
 
 import structlog
@@ -14,6 +15,7 @@ from serai.contracts.registry import (
     AllocationEnded,
     DigestRequest,
     Disconnected,
+    HostCleared,
     OpinionRequest,
     RegistryBeat,
     SnapshotRequest,
@@ -22,6 +24,7 @@ from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.contracts.status import SessionStatus
 from serai.contracts.subjects import (
     BEAT,
+    CLEARED,
     DIGEST,
     DISCONNECTED,
     ENDED,
@@ -117,6 +120,7 @@ class Registry:
             (DIGEST.of_site(site), self.on_digest),
             (OPINION.of_site(site), self.on_opinion),
             (ENDED.of_site(site), self.on_ended),
+            (CLEARED.of_site(site), self.on_cleared),
         ]
         subscriptions = [await self._bus.subscribe(subject, handler) for subject, handler in handlers]
         self._bus.on_disconnect(self._on_cut)
@@ -222,6 +226,27 @@ class Registry:
         log.info("allocation.ended", allocation=ended.allocation, reason=ended.reason, runs_up_to=ended.restart_count)
         self._tell(AllocationOver(ended.allocation, ended.restart_count))
         self._send(message.reply, encode(ended))
+
+    def on_cleared(self, message: Message) -> None:
+        """A person's word that a host is well. Records of sessions that have left are nobody else's to write."""
+        cleared = self._read(HostCleared, message)
+        if cleared is None:
+            return
+        if cleared.site != self._settings.site or not cleared.host:
+            text = f"a host {cleared.host[:40]!r} of site {cleared.site[:40]!r} is cleared"
+            self.refusals.note(BAD_FIELD, text, message.subject)
+            return
+        blamed = [
+            record
+            for record in self.replica.records_of_site(cleared.site)
+            if record.metadata.host == cleared.host and record.metadata.faults and record.lifecycle is Lifecycle.LEFT
+        ]
+        for record in blamed:
+            without = record.advanced(Lifecycle.LEFT, replace(record.metadata, faults=[]))
+            self._merge(without, heard=False)
+            self._send(SESSION.of(record.session), encode(without))
+        log.info("host.cleared", host=cleared.host, sessions=len(blamed))
+        self._send(message.reply, encode(replace(cleared, sessions=len(blamed))))
 
     def on_disconnected(self, message: Message) -> None:
         """Another site's NATS server says that connections have closed there."""

@@ -95,6 +95,16 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCleared:
+    """Somebody's word that a host is well: the faults of its sessions that have left are no longer held against it."""
+
+    site: str
+    host: str
+    sessions: int = 0
+    """In the answer: how many sessions had faults."""
+
+
+@dataclass(frozen=True, slots=True)
 class AllocationEnded:
     """The batch system's word that a job, pod or host is over: all its sessions have left."""
 

@@ -17,6 +17,7 @@
 | `registry.ended.<site>`    | batch system → registry    | `AllocationEnded`, answered with the same              |
 | `launcher.explain.<site>`  | tools → launcher           | `ExplainRequest`, answered with `LauncherWord`         |
 | `launcher.wake.<site>`     | tools → launcher           | `WakeRequest`, answered with `LauncherWord`            |
+| `registry.cleared.<site>`  | tools → registry           | `HostCleared`, answered with the same                  |
 | `usage.record.<site>`      | ingress → stream → ledger  | `UsageRecord`s, one a line, kept until taken            |
 | `usage.spent.<site>`       | ingress → ledger           | `SpentRequest`, answered with `SpentAnswer`            |
 | `limits.<process>`         | ingress → ingresses        | `LimitsUse`, may be lost                               |
@@ -38,6 +39,7 @@ from serai.contracts.registry import (
     AllocationEnded,
     DigestRequest,
     Disconnected,
+    HostCleared,
     OpinionRequest,
     RegistryBeat,
     SnapshotRequest,
@@ -119,6 +121,7 @@ SNAPSHOT: Subject[SnapshotRequest] = Subject("registry.snapshot", SnapshotReques
 OPINION: Subject[OpinionRequest] = Subject("registry.opinion", OpinionRequest)
 DISCONNECTED: Subject[Disconnected] = Subject("registry.disconnected", Disconnected)
 ENDED: Subject[AllocationEnded] = Subject("registry.ended", AllocationEnded)
+CLEARED: Subject[HostCleared] = Subject("registry.cleared", HostCleared)
 
 USAGE: Subject[UsageRecord] = Subject("usage.record", UsageRecord)
 USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
