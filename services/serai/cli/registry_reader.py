@@ -143,6 +143,14 @@ class SeenSession:
     in_flight: int | None
     queued: int | None
     why_not_routed: str | None
+    loading_phase: str
+    loading_progress: float | None
+    failure: str
+    """Why its engine ended, when nobody wanted it to."""
+    engine: str
+    engine_version: str
+    quantization: str
+    dtype: str
 
 
 def seen(copy: RegistryCopy, record: SessionRecord, now: float) -> SeenSession:
@@ -164,6 +172,13 @@ def seen(copy: RegistryCopy, record: SessionRecord, now: float) -> SeenSession:
         status.in_flight if status else None,
         status.queued if status else None,
         replica.why_not_routable(record.session, now),
+        said.loading_phase,
+        said.loading_progress,
+        said.failure,
+        said.engine,
+        said.engine_version,
+        said.quantization,
+        said.dtype,
     )
 
 

@@ -256,7 +256,8 @@ class Session:
             if limit_s <= 0 or watchdog is None or watchdog.stalled_s <= limit_s:
                 continue
             try:
-                await canary(self._engine.pool, self._served.engine_model, self._engine.headers, HUNG_CANARY_S)
+                patience_s = min(HUNG_CANARY_S, limit_s)
+                await canary(self._engine.pool, self._served.engine_model, self._engine.headers, patience_s)
             except (NotServing, HttpFailure, TimeoutError):
                 if watchdog.stalled_s > limit_s:
                     self._engine.hung(watchdog.stalled_s)

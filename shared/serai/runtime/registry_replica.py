@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from serai.contracts.registry_digest import Digest
-from serai.contracts.session_record import Lifecycle, SessionRecord, join
+from serai.contracts.session_record import Lifecycle, SessionMetadata, SessionRecord, join
 from serai.contracts.status import SessionStatus
 
 DOUBT_INTERVALS = 2.25
@@ -277,8 +277,7 @@ class RegistryReplica:
         if record is None:
             return "not known here"
         if record.lifecycle is not Lifecycle.SERVING:
-            phase = record.metadata.loading_phase
-            return f"its lifecycle is {record.lifecycle.name}{f' ({phase})' if phase else ''}"
+            return f"its lifecycle is {record.lifecycle.name}{_detail(record.metadata)}"
         if record.metadata.draining is not None:
             return f"it is draining: {record.metadata.draining.reason}"
         sighting = self._sightings[session]
@@ -330,3 +329,11 @@ class RegistryReplica:
 
 def _interval_s(sighting: Sighting) -> float:
     return sighting.status.interval_s if sighting.status else DEFAULT_INTERVAL_S
+
+
+def _detail(metadata: SessionMetadata) -> str:
+    """How far its start is, or why it failed; with a space before it."""
+    if metadata.failure:
+        return f" ({metadata.failure})"
+    share = "" if metadata.loading_progress is None else f" {metadata.loading_progress:.0%}"
+    return f" ({metadata.loading_phase}{share})" if metadata.loading_phase else ""
