@@ -26,6 +26,8 @@ class Deployment:
     """Let go when no request has come for so long."""
     load_s_max: float | None = None
     """A job without a first token for so long is given up; None = ten minutes and four times the load expected."""
+    leaves_s: float = 180.0
+    """So long before the end of its job a session takes no more requests."""
     script: str = ""
     """The batch script, without name and time limit."""
 
@@ -65,6 +67,7 @@ def _wanted(deployment: Deployment, book: JobBook, now: float, estimate_s: float
         time_limit_s=deployment.time_limit_s,
         wait_s=max(book.waits(name).expected_s(deployment.queue_wait_s), estimate_s),
         load_s=load_s,
+        leaves_s=deployment.leaves_s,
         load_s_max=deployment.load_s_max or 600.0 + 4 * load_s,
         idle_s=deployment.idle_s,
         idle_for_s=None if active_at_s is None else now - active_at_s,

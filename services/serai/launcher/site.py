@@ -119,6 +119,8 @@ class Kept:
     """A job without a first token for so long is given up."""
     idle_s: float | None = None
     """Let go when no request has come for so long; None = never."""
+    leaves_s: float | None = None
+    """So long before the end of its job a session takes no more requests; None = the drain's time and `STOP_S`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

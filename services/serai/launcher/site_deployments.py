@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from serai.launcher.deployments import Deployment
-from serai.launcher.site import Kept, Site
+from serai.launcher.site import STOP_S, Kept, Site
 from serai.launcher.templates import script
 from serai.runtime.fields import BadInput
 
@@ -37,5 +37,6 @@ def _deployment(site: Site, name: str, kept: Kept, now_s: float) -> Deployment:
         load_s=kept.load_s,
         load_s_max=kept.load_s_max,
         idle_s=kept.idle_s,
+        leaves_s=plan.drain_s + STOP_S if kept.leaves_s is None else kept.leaves_s,
         script=script(site, plan, excluded=site.excluded(now_s)),
     )

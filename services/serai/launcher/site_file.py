@@ -239,6 +239,7 @@ def _kept(part: Fields) -> Kept:
         load_s=part.number("load_s", usual.load_s, least=0),
         load_s_max=part.number("load_s_max", least=1) if part.has("load_s_max") else None,
         idle_s=part.number("idle_s", least=60) if part.has("idle_s") else None,
+        leaves_s=part.number("leaves_s", least=0) if part.has("leaves_s") else None,
     )
     part.done()
     if kept.count > SLOTS_MAX:

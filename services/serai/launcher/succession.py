@@ -59,6 +59,8 @@ class Wanted:
     """Expected in the queue, learned."""
     load_s: float
     """Expected from the start of a job to the first token, learned."""
+    leaves_s: float = 0.0
+    """So long before the end of its job a session takes no more requests, by itself."""
     load_s_max: float
     """A job that runs for longer without a first token is given up."""
     idle_s: float | None = None
@@ -70,7 +72,7 @@ class Wanted:
 
     def lead_s(self, rules: Rules) -> float:
         """How long before the end of a job its successor is submitted."""
-        return rules.lead_factor * (self.wait_s + self.load_s) + rules.lead_margin_s
+        return rules.lead_factor * (self.wait_s + self.load_s) + rules.lead_margin_s + self.leaves_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
