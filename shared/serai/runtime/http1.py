@@ -191,16 +191,20 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        # The parser holds us, and we hold what leads to the request: all of it would wait for the collector.
+        self._parser = None
+        request, self._request = self._request, ()
+        again, self.on_lost_unused = self.on_lost_unused, None
         handler = self._handler
         if handler is None:
             return
         if self._body_until_eof and exc is None:
             self._handler = None
             handler.on_complete()
-        elif self._silent_since_send and self.reused and self.on_lost_unused is not None:
+        elif self._silent_since_send and self.reused and again is not None:
             # A server may close an idle connection just as it is used again; then it has not seen the request.
             self._handler = None
-            self.on_lost_unused(self._request, handler)
+            again(request, handler)
         else:
             self._fail(Cut(f"the connection closed before the answer was whole{f' ({exc})' if exc else ''}"))
 
@@ -239,6 +243,7 @@ class HttpConnection(asyncio.Protocol):
         if handler is None:
             return
         self._request = ()
+        self.on_lost_unused = None
         keep = self._parser.should_keep_alive() and self.usable
         if keep:
             self.reused = True
