@@ -131,3 +131,34 @@ def free_ports(count: int) -> list[int]:
         with socket.socket() as probe:
             if first + count < 65536 and all(probe.connect_ex(("127.0.0.1", first + n)) for n in range(count)):
                 return [first + n for n in range(count)]
+
+
+def test_services_alone_wait_for_agents_from_elsewhere(tmp_path: Path) -> None:
+    port = free_port()
+    with up(tmp_path, "--agents", "0", "--nats-bind", f"0.0.0.0:{port}") as (_, facts):
+        assert set(facts["pids"]) == {"nats", "registry", "ingress", "ledger"}
+        assert facts["sites"][0]["nats_url"] == f"nats://127.0.0.1:{port}"
+        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", "m"]
+        key = str(tmp_path / "nats" / "agent.nk")
+        nats = ["--nats-url", f"nats://{socket.gethostbyname(socket.gethostname())}:{port}", "--nats-nkey-file", key]
+        agent = subprocess.Popen([*UP[:3], "agent", *nats, "--model", "m", "--", *engine])
+        try:
+            headers = {"Authorization": f"Bearer {facts['key']}"}
+            wait_for(
+                lambda: httpx2.get(f"{facts['url']}/v1/models", headers=headers).json()["data"], "the model is listed"
+            )
+            wait_for(lambda: ask(facts | {"model": "m"}).status_code == 200, "it answers")
+        finally:
+            agent.terminate()
+            agent.wait(30)
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    for words, told in (
+        (["--nats-bind", "4222"], "must look like 10.0.0.1:4222"),
+        (["--nats-bind", "0.0.0.0:4222", "--sites", "2"], "for one site"),
+        (["--agents", "65"], "between 0 and 64"),
+    ):
+        done = subprocess.run([*UP, "--state", str(tmp_path), *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert told in done.stderr

@@ -46,7 +46,17 @@ ONLY_SITE = "local"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port of the OpenAI-compatible API (default: 8000)")
     parser.add_argument(
-        "--agents", type=int, default=1, help="how many agents a site, each with an engine (default: 1)"
+        "--agents",
+        type=int,
+        default=1,
+        help="how many agents a site, each with an engine (default: 1); 0: they come from elsewhere, as Slurm jobs do",
+    )
+    parser.add_argument(
+        "--nats-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="where agents on other machines reach NATS; without, it is for this machine only. There is no TLS: the "
+        "network between must be one that you trust with prompts",
     )
     parser.add_argument("--sites", type=int, default=1, help="how many sites; the API of each has the next port")
     parser.add_argument("--model", default="", help="name to serve the model under")
@@ -79,14 +89,19 @@ class Plan:
     engine_command: list[str]
     policy: str
     ready_file: Path | None
+    nats_bind: tuple[str, int] | None
+    """Host and port; None = loopback, and a port that is free."""
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     command = [word for index, word in enumerate(arguments.command) if index or word != "--"]
     if not 0 < arguments.port < 65536:
         refuse(f"--port {arguments.port}: must be between 1 and 65535")
-    if not 0 < arguments.agents <= 64:
-        refuse(f"--agents {arguments.agents}: must be between 1 and 64")
+    if not 0 <= arguments.agents <= 64:
+        refuse(f"--agents {arguments.agents}: must be between 0 and 64")
+    nats_bind = _address(arguments.nats_bind) if arguments.nats_bind else None
+    if nats_bind and arguments.sites > 1:
+        refuse("--nats-bind is for one site; leave out --sites")
     if not 0 < arguments.sites <= SITES_MAX:
         refuse(f"--sites {arguments.sites}: must be between 1 and {SITES_MAX}")
     if arguments.port + arguments.sites > 65536:
@@ -97,7 +112,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         if not _port_is_free(port):
             refuse(f"port {port} is in use on 127.0.0.1; choose another with --port")
     extra = shlex.split(arguments.engine_args)
-    if command:
+    if not arguments.agents:
+        engine, model = [], arguments.model
+    elif command:
         if not arguments.model:
             refuse("--model is required with an engine's command: the name clients ask for")
         engine, model = command + extra, arguments.model
@@ -120,7 +137,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         engine,
         arguments.policy,
         arguments.ready_file,
+        nats_bind,
     )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or not re.fullmatch(r"[\w.-]+|\[[\w:.]+\]", host):
+        refuse(f"--nats-bind {text!r}: must look like 10.0.0.1:4222 or 0.0.0.0:4222")
+    return host, int(port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +160,15 @@ class _Site:
     port: int
 
     @property
+    def nats_host(self) -> str:
+        """Where this machine's processes reach it."""
+        return "127.0.0.1" if self.nats.host in ("0.0.0.0", "[::]") else self.nats.host
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://{self.nats_host}:{self.nats_port}"
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
@@ -142,14 +176,15 @@ class _Site:
     def tools(self) -> str:
         """What the `serai registry` tools have to be told."""
         site = "" if self.name == ONLY_SITE else f" --registry {self.name}"
-        return f"--nats-url nats://127.0.0.1:{self.nats_port} --nats-nkey-file {self.nats.key_file('tools')}{site}"
+        return f"--nats-url {self.nats_url} --nats-nkey-file {self.nats.key_file('tools')}{site}"
 
 
 def _sites(plan: Plan) -> list[_Site]:
     """The first site's NATS server is the hub, of which the others' are leaf nodes; each has a JetStream domain, and so
     a KV, of its own."""
     if plan.sites == 1:
-        return [_Site(ONLY_SITE, "", EmbeddedNats(plan.state / "nats"), free_port(), plan.port)]
+        host, port = plan.nats_bind or ("127.0.0.1", free_port())
+        return [_Site(ONLY_SITE, "", EmbeddedNats(plan.state / "nats", host=host), port, plan.port)]
     hub = EmbeddedNats(plan.state / "site-1" / "nats", "serai-site-1", domain="site-1", leaf_port=free_port())
     sites = [_Site("site-1", "@site-1", hub, free_port(), plan.port)]
     remote = LeafRemote(f"nats-leaf://127.0.0.1:{hub.leaf_port}", hub.key_file("leaf"))
@@ -202,8 +237,9 @@ class _Up:
             pool = HttpPool(Origin("127.0.0.1", site.port))
             try:
                 await self._until(lambda: _answers(pool), f"gateway{site.suffix}")  # noqa: B023
-                there = f"{plan.model} on {plan.agents * plan.sites} agent(s)"
-                await self._until(lambda: _sessions(pool, key, plan), f"{there}{site.suffix}")  # noqa: B023
+                if plan.agents:
+                    there = f"{plan.model} on {plan.agents * plan.sites} agent(s)"
+                    await self._until(lambda: _sessions(pool, key, plan), f"{there}{site.suffix}")  # noqa: B023
             finally:
                 await pool.aclose()
         return key
@@ -238,7 +274,7 @@ class _Up:
         self._children.append(child)
 
     def _service(self, site: _Site, role: str, *flags: str) -> list[str]:
-        nats = ["--nats-url", f"nats://127.0.0.1:{site.nats_port}", "--nats-nkey-file", str(site.nats.key_file(role))]
+        nats = ["--nats-url", site.nats_url, "--nats-nkey-file", str(site.nats.key_file(role))]
         return [sys.executable, "-m", "serai.cli.main", role, *nats, "--site", site.name, *flags]
 
     async def _until(self, there: Callable[[], Any], what: str) -> None:
@@ -276,7 +312,8 @@ class _Up:
     def _announce(self, key: str) -> None:
         plan = self._plan
         question = {"role": "user", "content": "What is a caravanserai?"}
-        body = json.dumps({"model": plan.model, "stream": True, "max_tokens": 100, "messages": [question]})
+        model = plan.model or "MODEL"
+        body = json.dumps({"model": model, "stream": True, "max_tokens": 100, "messages": [question]})
         url = self._sites[0].url
         print(
             f"""
@@ -284,7 +321,8 @@ Serai is up ({time.monotonic() - self._started_s:.1f} s).
 
 {self._addresses()}
   key    {key}
-  model  {plan.model}
+  model  {plan.model or "those that agents bring"}
+  NATS   {self._sites[0].nats_url}, agents' key {self._sites[0].nats.key_file("agent")}
   logs   {plan.state}/logs
 
 Try it:
@@ -314,7 +352,7 @@ Ctrl-C stops it.
             {
                 "site": site.name,
                 "url": site.url,
-                "nats_url": f"nats://127.0.0.1:{site.nats_port}",
+                "nats_url": site.nats_url,
                 "tools_nkey_file": str(site.nats.key_file("tools")),
             }
             for site in self._sites
@@ -345,7 +383,7 @@ Ctrl-C stops it.
 
 async def _nats_answers(site: _Site) -> bool:
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.nats_port)
+        reader, writer = await asyncio.open_connection(site.nats_host.strip("[]"), site.nats_port)
     except OSError:
         return False
     greeting = await reader.readline()
