@@ -78,13 +78,15 @@ def test_a_frozen_agent_is_noticed_by_its_silence(small_system: System) -> None:
     assert_honest_end(data, "agent_silent")
 
 
-def test_a_killed_engine_ends_the_stream_with_an_error_and_the_agent_with_a_story(small_system: System) -> None:
-    agent = small_system.start_agent("--ttft-ms", "5", "--tpot-ms", "5", "--fault", "exit:tokens=5,skip=1")
+def test_a_killed_engine_ends_the_stream_with_an_error_and_the_session_with_a_story(small_system: System) -> None:
+    fault, once = ("--fault", "exit:tokens=5,skip=1"), ("--engine-restarts", "0")
+    agent = small_system.start_agent("--ttft-ms", "5", "--tpot-ms", "5", *fault, agent_flags=once)
     small_system.wait_for_sessions(1)
     data, _ = read_stream(small_system, LONG, -1, lambda _: None)
     assert_honest_end(data, "engine_cut")
-    assert agent.popen.wait(10) == 1
+    assert agent.popen.wait(20) == 1
     assert "the engine ended with exit code" in agent.log
+    assert "0 restarts an hour are the limit (--engine-restarts)" in agent.log
     wait_for(lambda: chat(small_system).status_code == 404, "the model is gone", 5)
 
 
