@@ -45,6 +45,7 @@ _STREAMS = 256
 _TPOT_MS = 20.0
 _WARMUP_REQUESTS = 50
 _RAMP_S = 3.0
+_CANCELLED, _CANCELLED_AT_ONCE = 2000, 50
 _SETTLE_S = 3.0
 _START_TIMEOUT_S = 60.0
 _WINDOW_BYTES = 256 * 1024
@@ -55,6 +56,7 @@ _GOALS: Mapping[str, str] = {
     "idle_cpu_percent": "≤ 1",
     f"stream_tok_s_c{_STREAMS}": f"{_STREAMS * 1000 / _TPOT_MS:.0f} asked for",
     "stream_cpu_share": "≤ 1",
+    f"rss_growth_mb_{_CANCELLED}_cancelled": "0",
 }
 
 
@@ -216,6 +218,11 @@ async def _measure(
         figures["added_p50_ms"] = beyond_engine_ms - figures["loop_p50_ms"]
         figures["added_beyond_echo_p50_ms"] = beyond_engine_ms - figures["echo_p50_ms"]
         say(f"added: {figures['added_p50_ms']:.3f} ms")
+        for _ in range(2):  # The first time fills pools and caches.
+            before_mb = measured.rss_mb
+            await _cancelled_streams(client)
+            await asyncio.sleep(_SETTLE_S)
+        figures[f"rss_growth_mb_{_CANCELLED}_cancelled"] = measured.rss_mb - before_mb
         measured.bind()
         figures |= await _streams(measured, client, streams, stream_s)
         await asyncio.sleep(_SETTLE_S)
@@ -267,6 +274,16 @@ async def _latencies(client: Client, requests: int) -> dict[str, list[float]]:
             if number >= _WARMUP_REQUESTS:
                 samples[way].append((time.perf_counter() - began_s) * 1000)
     return samples
+
+
+async def _cancelled_streams(client: Client) -> None:
+    """Each is given up when its first tokens have come."""
+    for _ in range(_CANCELLED // _CANCELLED_AT_ONCE):
+        running = [asyncio.ensure_future(client.stream(1000, 0.0)) for _ in range(_CANCELLED_AT_ONCE)]
+        await asyncio.sleep(5 * _TPOT_MS / 1000)
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _streams(measured: Measured, client: Client, streams: int, seconds: float) -> dict[str, float]:
