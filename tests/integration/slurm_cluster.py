@@ -1,7 +1,9 @@
 """A real Slurm, private to a test run: munged, slurmctld and a few emulated nodes (`slurmd -N`) on this machine.
 
-Its state, key and sockets lie in one folder and its ports are free ones, so it neither needs nor disturbs a Slurm that
-the machine has already. Nothing of it is left when it stops.
+Its nodes have GPUs of two kinds (device files without a device), and it has two partitions: jobs in `normal` push jobs
+in `scavenger` out, who are warned, have a grace time, and are requeued. Its state, key and sockets lie in one folder
+and its ports are free ones, so it neither needs nor disturbs a Slurm that the machine has already. Nothing of it is
+left when it stops.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,6 +28,12 @@ INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge"
 START_TIMEOUT_S = 20.0
 COMMAND_TIMEOUT_S = 15.0
 KILL_WAIT_S = 10
+GRACE_S = 30
+"""Between the warning of a job that is pushed out and its end. By default Slurm gives the warning to steps only."""
+NODE_SILENCE_S = 10
+"""A node that is silent for longer is down, and its jobs are requeued."""
+GPU_KINDS = ("a100", "h100")
+GPUS_OF_A_NODE = 2
 
 SLURM_CONF = """\
 ClusterName=serai-test
@@ -46,16 +55,24 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 ReturnToService=2
-SlurmdTimeout=30
+SlurmdTimeout={node_silence_s}
 KillWait={kill_wait_s}
 MailProg=/bin/true
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=normal Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+PartitionName=scavenger Nodes=ALL MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 State=UNKNOWN"
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 "
+    "Gres=gpu:{kind}:{gpus} Feature={kind}"
+)
+GPUS = "NodeName={name} Name=gpu Type={kind} File={folder}/gpus-{name}/nvidia[0-{last}]"
 
 
 def why_not() -> str:
@@ -84,12 +101,13 @@ class Job:
 
 
 class SlurmCluster:
-    """A running cluster. `with SlurmCluster(folder) as cluster`."""
+    """A running cluster. `with SlurmCluster(folder) as cluster`. Nodes are of the two kinds in turn."""
 
-    def __init__(self, folder: Path, nodes: int = 3) -> None:
+    def __init__(self, folder: Path, nodes: int = 4) -> None:
         self._folder = folder
-        self._nodes = [f"node{number}" for number in range(nodes)]
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self.nodes = {f"node{number}": GPU_KINDS[number % len(GPU_KINDS)] for number in range(nodes)}
+        """Name → kind of GPU."""
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -137,32 +155,89 @@ class SlurmCluster:
         path = self._output_folder / f"{job_id}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def start_again(self, job_id: str) -> None:
+        """Slurm holds a requeued job back for two minutes; an operator need not wait."""
+        self.command("scontrol", "update", f"jobid={job_id}", "StartTime=now")
+
     @property
     def _output_folder(self) -> Path:
         return self._folder / "jobs"
+
+    # -- what befalls it -----------------------------------------------------------------------------------------
+
+    def kill_controller(self) -> None:
+        """SIGKILL: it saves nothing more."""
+        self._kill("slurmctld")
+
+    def start_controller(self) -> None:
+        self._daemon("slurmctld", "-D", "-i")
+        self._wait(self._answers, "the controller answers")
+
+    def lose_node(self, node: str) -> None:
+        """Its slurmd is killed, and all that its jobs run there: the machine is off."""
+        jobs = self.command("squeue", "--noheader", "--nodelist", node, "--format=%A").split()
+        self._kill(f"slurmd-{node}")
+        for job in jobs:
+            self.kill_job(job)
+
+    def find_node(self, node: str) -> None:
+        """The lost one is back."""
+        self._daemon("slurmd", "-D", "-N", node, name=f"slurmd-{node}")
+        self._wait(lambda: self._idle_nodes() == len(self.nodes), "the node is idle again")
+
+    def kill_job(self, job_id: str) -> None:
+        """SIGKILL for all its processes, and for the daemon of Slurm's that watches them first."""
+        _kill_all([pid for pid in _pids() if f"[{job_id}." in _words_of(pid)])
+        _kill_all(self.processes_of(job_id))
+
+    def processes_of(self, job_id: str) -> list[int]:
+        return self._processes_with(f"SLURM_JOB_ID={job_id}")
+
+    def environment_of(self, pid: int) -> dict[str, str]:
+        """What a process of a job was started with; empty when it is over."""
+        return dict(pair.split("=", 1) for pair in _environment_of(pid) if "=" in pair)
 
     # -- its life ------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        host = socket.gethostname().partition(".")[0]
-        controller_port, *node_ports = _free_ports(1 + len(self._nodes))
-        nodes = "\n".join(
-            NODE.format(name=name, host=host, port=port) for name, port in zip(self._nodes, node_ports, strict=True)
-        )
-        (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (self._folder / "slurm.conf").write_text(
-            SLURM_CONF.format(
-                host=host, controller_port=controller_port, folder=self._folder, nodes=nodes, kill_wait_s=KILL_WAIT_S
-            )
-        )
+        self._write_configuration()
         self._start_munge()
         (self._folder / "controller").mkdir()
         self._daemon("slurmctld", "-D", "-i")
-        for name in self._nodes:
+        for name in self.nodes:
             (self._folder / f"node-{name}").mkdir()
             self._daemon("slurmd", "-D", "-N", name, name=f"slurmd-{name}")
-        self._wait(lambda: self._idle_nodes() == len(self._nodes), "all nodes are idle")
+        self._wait(lambda: self._idle_nodes() == len(self.nodes), "all nodes are idle")
+
+    def _write_configuration(self) -> None:
+        host = socket.gethostname().partition(".")[0]
+        controller_port, *node_ports = _free_ports(1 + len(self.nodes))
+        nodes, gpus = [], ["AutoDetect=off"]
+        for (name, kind), port in zip(self.nodes.items(), node_ports, strict=True):
+            self._make_gpus(name)
+            nodes.append(NODE.format(name=name, host=host, port=port, kind=kind, gpus=GPUS_OF_A_NODE))
+            gpus.append(GPUS.format(name=name, kind=kind, folder=self._folder, last=GPUS_OF_A_NODE - 1))
+        (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self._folder / "gres.conf").write_text("\n".join(gpus) + "\n")
+        (self._folder / "slurm.conf").write_text(
+            SLURM_CONF.format(
+                host=host,
+                controller_port=controller_port,
+                folder=self._folder,
+                nodes="\n".join(nodes),
+                kill_wait_s=KILL_WAIT_S,
+                grace_s=GRACE_S,
+                node_silence_s=NODE_SILENCE_S,
+            )
+        )
+
+    def _make_gpus(self, node: str) -> None:
+        """Copies of /dev/null under other names: Slurm wants a device file, and takes its number from the name."""
+        folder = self._folder / f"gpus-{node}"
+        folder.mkdir()
+        for number in range(GPUS_OF_A_NODE):
+            os.mknod(folder / f"nvidia{number}", 0o666 | stat.S_IFCHR, os.stat("/dev/null").st_rdev)
 
     def _start_munge(self) -> None:
         key = self._folder / "munge.key"
@@ -175,10 +250,22 @@ class SlurmCluster:
         self._wait((self._folder / "munge.socket").exists, "munged listens")
 
     def _daemon(self, *words: str, name: str = "") -> None:
-        with (self._folder / f"{name or words[0]}.log").open("wb") as log:
-            self._daemons.append(
-                subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        name = name or words[0]
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+
+    def _kill(self, name: str) -> None:
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.command("scontrol", "ping"))
+        except subprocess.CalledProcessError:
+            return False
 
     def _idle_nodes(self) -> int:
         try:
@@ -189,7 +276,7 @@ class SlurmCluster:
     def _wait(self, there: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         give_up_at_s = time.monotonic() + timeout_s
         while not there():
-            ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > give_up_at_s:
                 logs = "\n".join(f"{path.name}:\n{_end_of(path)}" for path in sorted(self._folder.glob("*.log")))
                 raise RuntimeError(f"not within {timeout_s:g} s: {what}; ended: {ended}\n{logs}")
@@ -197,9 +284,9 @@ class SlurmCluster:
 
     def _stop(self) -> None:
         """Nodes and controller first: without them nothing starts or requeues a job. Then whatever jobs left."""
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self._daemons.values()):
             daemon.terminate()
-        for daemon in self._daemons:
+        for daemon in self._daemons.values():
             try:
                 daemon.wait(5)
             except subprocess.TimeoutExpired:
@@ -207,25 +294,44 @@ class SlurmCluster:
                 daemon.wait()
         # Jobs run under daemons of their own (slurmstepd), in sessions of their own; the environment tells ours.
         give_up_at_s = time.monotonic() + 5
-        while (pids := self._job_processes()) and time.monotonic() < give_up_at_s:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+        while (pids := self._processes_with(f"SLURM_CONF={self._folder / 'slurm.conf'}")) and (
+            time.monotonic() < give_up_at_s
+        ):
+            _kill_all(pids)
             time.sleep(0.05)
 
-    def _job_processes(self) -> list[int]:
-        wanted = f"SLURM_CONF={self._folder / 'slurm.conf'}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                try:
-                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
-                except OSError:
-                    continue  # It has just ended, or is the kernel's.
-        return found
+    def _processes_with(self, *variables: str) -> list[int]:
+        """Processes of this cluster that have all these in their environment, too."""
+        wanted = {f"SLURM_CONF={self._folder / 'slurm.conf'}", *variables}
+        return [pid for pid in _pids() if wanted <= _environment_of(pid)]
+
+
+def _pids() -> list[int]:
+    """All but our own."""
+    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _environment_of(pid: int) -> set[str]:
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"))
+    except OSError:
+        return set()  # It has just ended, or is the kernel's.
+
+
+def _words_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def _free_ports(count: int) -> list[int]:

@@ -4,67 +4,18 @@ failed."""
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from integration.slurm_cluster import SlurmCluster, why_not
+from integration.slurm_cluster import SlurmCluster
+from integration.slurm_jobs import PACED, Submitter
 from integration.system import System, wait_for
 
 pytestmark = pytest.mark.slurm
 
-TEMPLATE = Path(__file__).parents[2] / "deploy" / "slurm" / "agent.sbatch"
 CHAT = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Tell me of caravans."}]}
-PACED = ("--ttft-ms", "5", "--tpot-ms", "20")
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    if reason := why_not():
-        if os.environ.get("SERAI_REQUIRE_SLURM"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3) as made:
-        yield made
-
-
-class Submitter:
-    """Submits the template as a user would: settings in the environment, the engine's command behind the script."""
-
-    def __init__(self, cluster: SlurmCluster, system: System) -> None:
-        self._cluster = cluster
-        self._system = system
-        self.scratch = system.folder / "scratch"
-        self.scratch.mkdir()
-
-    def __call__(self, *engine_flags: str, sbatch_flags: tuple[str, ...] = ()) -> str:
-        environment = {
-            "SERAI_MODEL": "m",
-            "SERAI_EXECUTABLE": str(Path(sys.executable).parent / "serai"),
-            "SERAI_SCRATCH": str(self.scratch),
-            "SERAI_NATS_URL": f"nats://127.0.0.1:{self._system.nats_port}",
-            "SERAI_NATS_NKEY_FILE": str(self._system.nats.key_file("agent")),
-        }
-        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", "m", *engine_flags]
-        return self._cluster.sbatch(*sbatch_flags, str(TEMPLATE), *engine, environment=environment)
-
-    def and_wait_until_it_serves(self, *engine_flags: str, sbatch_flags: tuple[str, ...] = ()) -> str:
-        job = self(*engine_flags, sbatch_flags=sbatch_flags)
-        wait_for(lambda: "agent.serving" in self._cluster.output(job) or self._cluster.job(job).over, f"job {job}")
-        assert self._cluster.job(job).state == "RUNNING", self._cluster.output(job)
-        self._system.wait_for_sessions(1)
-        return job
-
-
-@pytest.fixture
-def submit(cluster: SlurmCluster, small_system: System) -> Iterator[Submitter]:
-    yield Submitter(cluster, small_system)
-    cluster.command("scancel", "--user", "root", "--full", "--signal=KILL")
-    wait_for(lambda: not cluster.command("squeue", "--noheader"), "no jobs are left")
 
 
 def stream(system: System, max_tokens: int, after_three: Callable[[], object]) -> tuple[str, list[str]]:
@@ -137,8 +88,7 @@ def test_h03_a_requeued_job_is_another_session(cluster: SlurmCluster, small_syst
     cluster.command("scontrol", "requeue", job)
     small_system.wait_for_sessions(0)
     wait_for(lambda: cluster.job(job).state == "PENDING", "the job waits again")
-    # Slurm holds a requeued job back for two minutes.
-    cluster.command("scontrol", "update", f"jobid={job}", "StartTime=now")
+    cluster.start_again(job)
     small_system.wait_for_sessions(1)
     second, _ = stream(small_system, 3, lambda: None)
     assert cluster.job(job).restarts == 1
@@ -153,7 +103,7 @@ def test_a_failing_engine_shows_its_last_lines_and_fails_the_job(cluster: SlurmC
     job = submit("--fault", "refuse-start")
     wait_for(lambda: cluster.job(job).over, "the job ends")
     output = cluster.output(job)
-    assert (cluster.job(job).state, cluster.job(job).exit_code) == ("FAILED", 1), output
+    assert (cluster.job(job).state, cluster.job(job).exit_code) == ("FAILED", 2), output
     assert "ended with exit code 1 before it served; its last lines:" in output
     assert "CUDA out of memory" in output.partition("its last lines:")[2]
 
