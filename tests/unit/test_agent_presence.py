@@ -107,6 +107,28 @@ def agent_on(bus: FakeBus, **said: Any) -> NodeAgent:
     return NodeAgent(settings, EmulatedEngine(), [], bus, Tracing("test", None, 0.0), connection="agent-1")  # type: ignore[arg-type]
 
 
+def test_h27_no_address_crosses_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears of a session reaches it by its subject; where its engine listens is nobody's business."""
+    monkeypatch.setenv("HOSTNAME", "n[1-4]")
+
+    async def main() -> None:
+        bus = FakeBus()
+        agent = agent_on(bus)
+        said: list[bytes] = []
+        bus.answers[SESSION.of(agent.record.session)] = lambda payload: said.append(payload) or b""  # type: ignore[func-returns-value]
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(agent.run(stop))
+        await asyncio.sleep(0.05)
+        stop.set()
+        await running
+        said += [message.payload for message in bus.take()]
+        assert said
+        for payload in said:
+            assert not any(word in payload for word in (b"127.0.0.1", b"localhost", b"http:", b"::1", b"n[1-4]"))
+
+    asyncio.run(main())
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()

@@ -175,7 +175,7 @@ def two_builds() -> Fleet:
     )
 
 
-def test_a_retry_goes_to_any_fingerprint_unless_only_the_same_may_stand_in() -> None:
+def test_h46_a_retry_goes_to_any_fingerprint_unless_only_the_same_may_stand_in() -> None:
     fleet = two_builds()
     first = fleet.record("s1")
     fleet.in_flight["s3"] = 9

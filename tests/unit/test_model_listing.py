@@ -92,7 +92,7 @@ def test_the_state_of_a_model_is_that_of_its_most_useful_session() -> None:
     assert stage.models()["m"]["sessions"] == {"serving": 1, "loading": 1, "queued": 1, "draining": 1}
 
 
-def test_a_model_whose_sessions_are_silent_is_offline_but_listed_until_they_have_left() -> None:
+def test_h45_a_model_whose_sessions_are_silent_is_offline_but_listed_until_they_have_left() -> None:
     stage = Stage()
     stage.say("s1")
     assert stage.models()["m"]["state"] == "serving"
@@ -127,7 +127,7 @@ def test_a_stalled_engine_and_a_closed_connection_show_and_so_does_their_end() -
     assert stage.models()["m"]["sessions"] == {"serving": 1}
 
 
-def test_fingerprints_are_told_when_sessions_of_one_name_are_different_builds() -> None:
+def test_h46_fingerprints_are_told_when_sessions_of_one_name_are_different_builds() -> None:
     stage = Stage()
     stage.say("s1", fingerprint="fp8-32k")
     stage.say("s2", fingerprint="fp8-32k")
