@@ -20,6 +20,7 @@ from serai.worker_agent.engine.interfaces import address_of
 from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.engine.process import LoopbackStarter
 from serai.worker_agent.gpus import visible_gpus
+from serai.worker_agent.nodes import own_place, run_other_rank, starter_for
 from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
@@ -41,6 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     warned = asyncio.Event()
 
     async def main(stop: asyncio.Event) -> None:
+        place = await own_place(settings)
+        if place is not None and place.rank:
+            await run_other_rank(settings, place, start_engine.address, start_engine, engine, command, stop)
+            return
         # A name of its own: the server's word that a connection has closed is all that tells whose it was.
         connection = f"agent-{os.urandom(6).hex()}"
         bus = await NatsBus.connect(settings.nats, "agent", name=connection)
@@ -51,7 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
                 must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
-            async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
+            async with (
+                serve_metrics(settings.metrics_host, settings.metrics_port),
+                watch_bus(bus.closed),
+                starter_for(settings, place, start_engine.address, start_engine) as starter,
+            ):
                 gpus = await visible_gpus()
                 agent = NodeAgent(
                     settings,
@@ -59,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                     command,
                     bus,
                     tracing,
-                    start_engine,
+                    starter,
                     connection=connection,
                     gpus=gpus,
                     clearance=NodeClearance(

@@ -53,6 +53,11 @@ class AgentSettings(ConnectionSettings):
     )
     scratch: str = setting("", "folder on the node's own disk for what engines compile and cache; weights stay")
     interface: str = setting("", "network interface by which engines of several nodes reach each other, e.g. ib0")
+    nodes: str = setting("", "auto = one engine over all nodes of the Slurm or PBS job, with an agent on each of them")
+    nodes_address: str = setting(
+        "", "where the other nodes reach the first, when its name in the job does not lead there"
+    )
+    nodes_port: int = setting(0, "port on which the first node waits for the others; 0 = by the job's id")
     engine_proxies: bool = setting(False, "leave the engine its proxies, e.g. to download; loopback is always spared")
     gpu_wait_s: float = setting(120.0, "how long to wait for GPUs whose memory others hold, in seconds")
     gpu_others_gib: float = setting(2.0, "memory of a GPU that others may hold without being in the way, in GiB")
@@ -93,6 +98,12 @@ class AgentSettings(ConnectionSettings):
                 raise ValueError(f"{flag} {value:g}: must not be negative")
         if min(self.engine_restarts, self.engine_hung_s, self.gpu_wait_s, self.gpu_others_gib) < 0:
             raise ValueError("--engine-restarts, --engine-hung-s, --gpu-wait-s, --gpu-others-gib must not be negative")
+        if self.nodes not in ("", "auto"):
+            raise ValueError(f"--nodes {self.nodes!r}: must be auto, or not given")
+        if self.nodes and self.engine_url:
+            raise ValueError("--nodes and --engine-url exclude each other: an engine that runs has its nodes already")
+        if not 0 <= self.nodes_port < 65_536:
+            raise ValueError(f"--nodes-port {self.nodes_port}: must be a TCP port, or 0")
         if self.prefill_s_per_token < 0:
             raise ValueError("--prefill-s-per-token must not be negative; 0 = by kind of engine")
         _check_labels(self.labels)
