@@ -228,3 +228,21 @@ def test_a_key_that_others_may_read_is_refused(batch: Batch, name: str, mode: in
     batch.environment[name] = str(path)
     assert batch.run("engine") == 2
     assert f"others may read {path} (mode {mode:o}); say: chmod 600 {path}" in batch.output
+
+
+def test_on_several_nodes_there_is_an_agent_on_each(batch: Batch) -> None:
+    srun = batch.folder / "srun"
+    srun.write_text(
+        '#!/bin/bash\necho "$*" >> "$0.asked"\n[[ $* == *rm\\ -rf* ]] && exit\n'
+        'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
+    )
+    srun.chmod(0o755)
+    batch.environment |= {"SLURM_JOB_NUM_NODES": "2", "PATH": f"{batch.folder}:{batch.environment['PATH']}"}
+    assert batch.run("vllm", "serve", "/m") == 0
+    record = batch.record()
+    assert record["argv"] == ["agent", "--model", "m", "--", "vllm", "serve", "/m"]
+    assert record["environment"]["SERAI_NODES"] == "auto"
+    asked = (batch.folder / "srun.asked").read_text()
+    assert "--nodes=2 --ntasks-per-node=1 --overlap --cpu-bind=none --kill-on-bad-exit=1 bash -c" in asked
+    assert f"rm -rf -- {batch.folder}/scratch/serai-4711-" in asked
+    assert batch.scratch == []

@@ -231,7 +231,7 @@ def test_home_and_variables_are_put_in_on_the_node_and_nothing_else() -> None:
         ),
         (
             Runtime(kind=RuntimeKind.PYXIS, image="/i.sqsh", mounts=("/a:/b",)),
-            "srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --kill-on-bad-exit=1 "
+            "srun --nodes=1 --ntasks=1 --overlap --cpu-bind=none "
             "--container-image=/i.sqsh --container-mounts=/a:/b,/sc:/sc --no-container-entrypoint vllm serve /m",
         ),
         (
@@ -271,19 +271,10 @@ def test_modules_are_loaded_or_the_job_fails_with_a_line(tmp_path: Path) -> None
     assert (failed.value.returncode, "module load failed" in failed.value.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("rank", "more"), [("0", []), ("1", ["--headless"])])
-def test_on_several_nodes_each_engine_knows_its_rank(rank: str, more: list[str]) -> None:
-    here = site(gpus={"g": GpuKind(per_node=4)})
-    engine = ("echo", "--nnodes", "{nodes}", "--rank={node_rank}", "{head}", "a b", "{port}")
-    text = script(here, here.job("m", engine=engine, gpu="g", gpus=8, engine_words_of_others=("--headless",)))
-    words = bash(text, {})
-    at = words.index("bash")
-    assert words[:at][:3] == ["srun", "--nodes=2", "--ntasks=2"]
-    environment = {"SLURM_NNODES": "2", "SLURM_NODEID": rank, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
-    done = subprocess.run(
-        words[at:], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["--nnodes", "2", f"--rank={rank}", "10.0.0.1", "a", "b", "{port}", *more]
+def test_pyxis_is_for_one_node() -> None:
+    here = site(runtimes={"r": Runtime(kind=RuntimeKind.PYXIS, image="/i")}, gpus={"g": GpuKind(per_node=4)})
+    with pytest.raises(BadInput, match="on one node only"):
+        here.job("m", engine=("e",), runtime="r", gpu="g", gpus=8)
 
 
 def test_arrays_requeue_and_quoted_options() -> None:

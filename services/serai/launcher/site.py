@@ -76,8 +76,6 @@ class Profile:
     model: str = ""
     """The name clients ask for; default: the profile's own."""
     engine_kind: str = ""
-    engine_words_of_others: tuple[str, ...] = ()
-    """More words for the engine on all nodes but the first, when there are several: `--headless`."""
     gpus: int | None = None
     """In all, over all nodes."""
     gpu: str = ""
@@ -227,6 +225,9 @@ class Site:
         if self.partitions and partition and partition not in self.partitions:
             self._known(self.partitions, "partition", partition, queue)
         nodes, gres = _gpus(profile, kind)
+        runtime = self._known(self.runtimes, "runtime", profile.runtime, Runtime())
+        if nodes > 1 and runtime.kind is RuntimeKind.PYXIS:
+            raise BadInput("--runtime", "of kind `pyxis` runs an engine on one node only", "take apptainer or enroot")
         time_s = DEFAULT_TIME_S if profile.time_s is None else profile.time_s
         if queue.time_max_s is not None and time_s > queue.time_max_s:
             raise BadInput(
@@ -240,7 +241,7 @@ class Site:
         constraints = [one for one in (kind.constraint, profile.constraint) if one]
         return JobPlan(
             profile=profile,
-            runtime=self._known(self.runtimes, "runtime", profile.runtime, Runtime()),
+            runtime=runtime,
             model=profile.model or name,
             time_s=time_s,
             drain_s=drain_s,

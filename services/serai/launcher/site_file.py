@@ -203,7 +203,6 @@ def _profile(part: Fields) -> Profile:
         engine=_words(part, "engine"),
         model=_text(part, "model"),
         engine_kind=_text(part, "engine_kind"),
-        engine_words_of_others=_words(part, "engine_words_of_others"),
         gpus=part.whole("gpus", least=0) if part.has("gpus") else None,
         gpu=_text(part, "gpu"),
         nodes=part.whole("nodes", 0, least=1),

@@ -38,14 +38,6 @@ if ! command -v module >/dev/null; then
 fi
 module load {names} || {{ echo "agent.sbatch: module load failed on $HOSTNAME" >&2; exit 2; }}"""
 
-_NODE_VARIABLE = "SERAI_NODE_SCRIPT"
-# Runs on each node of a job of several: first how many words are for the other nodes only, then those, then the engine.
-_NODE = """\
-others=("${@:2:$1}"); shift "$(($1 + 1))"; words=(); \
-for word in "$@"; do word=${word//"{nodes}"/$SLURM_NNODES}; word=${word//"{node_rank}"/$SLURM_NODEID}; \
-words+=("${word//"{head}"/$SLURM_LAUNCH_NODE_IPADDR}"); done; \
-((SLURM_NODEID == 0)) || words+=("${others[@]}"); exec "${words[@]}\""""
-
 
 def script(site: Site, plan: JobPlan, *, name: str = "", excluded: Sequence[Exclude] = (), array: int = 0) -> str:
     """The whole batch script. `name`: of the job; empty when it is given to sbatch with the script, as the time limit
@@ -149,8 +141,6 @@ def _settings(site: Site, plan: JobPlan) -> list[str]:
         lines.append(f"export SRUN_CPUS_PER_TASK={plan.profile.cpus}")
     if runtime.kind is RuntimeKind.VENV:
         lines.append(f"export PATH={expanded(runtime.path.rstrip('/') + '/bin')}:$PATH")
-    if plan.nodes > 1:
-        lines.append(f"{_NODE_VARIABLE}={shlex.quote(_NODE)}")
     lines.append("set -- " + " ".join(expanded(word) for word in engine_words(plan)))
     return lines
 
@@ -170,29 +160,7 @@ def expanded(text: str) -> str:
 
 
 def engine_words(plan: JobPlan) -> list[str]:
-    """The command that the agent starts: the engine's, within what runs it."""
-    words = _inside(plan)
-    if plan.nodes > 1:
-        others = plan.profile.engine_words_of_others
-        words = ["bash", "-c", f"${_NODE_VARIABLE}", "node", str(len(others)), *others, *words]
-    if plan.nodes > 1 or plan.runtime.kind is RuntimeKind.PYXIS:
-        words = [*_srun(plan), *words]
-    return words
-
-
-def _srun(plan: JobPlan) -> list[str]:
-    words = ["srun", f"--nodes={plan.nodes}", f"--ntasks={plan.nodes}", "--ntasks-per-node=1", "--overlap"]
-    words += ["--cpu-bind=none", "--kill-on-bad-exit=1"]
-    runtime = plan.runtime
-    if runtime.kind is RuntimeKind.PYXIS:
-        mounts = ",".join(_pair(one) for one in (*runtime.mounts, "$SERAI_SCRATCH"))
-        words += [f"--container-image={runtime.image}", f"--container-mounts={mounts}", "--no-container-entrypoint"]
-        words += runtime.options
-    return words
-
-
-def _inside(plan: JobPlan) -> list[str]:
-    """The engine's words, behind those of a container's program."""
+    """The command that the agent starts: the engine's, behind that of a container's program."""
     runtime, engine, gpus = plan.runtime, plan.profile.engine, bool(plan.gres)
     mounts = (*runtime.mounts, "$SERAI_SCRATCH")
     passed_on = _repeated("--env", (*_PASSED_ON, *plan.profile.environment))
@@ -210,6 +178,11 @@ def _inside(plan: JobPlan) -> list[str]:
             words += [*_repeated("--volume", map(_pair, mounts)), *passed_on, *runtime.options]
             # Images of engines have an entry point of their own.
             return [*words, f"--entrypoint={engine[0]}", runtime.image, *engine[1:]]
+        case RuntimeKind.PYXIS:
+            pairs = ",".join(map(_pair, mounts))
+            words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none"]
+            words += [f"--container-image={runtime.image}", f"--container-mounts={pairs}", "--no-container-entrypoint"]
+            return [*words, *runtime.options, *engine]
         case _:
             return list(engine)
 
@@ -229,7 +202,7 @@ def _pair(mount: str) -> str:
 
 def _wrapped(plan: JobPlan) -> bool:
     """Whether the agent sees another program than the engine's."""
-    return plan.nodes > 1 or plan.runtime.kind in _CONTAINERS
+    return plan.runtime.kind in _CONTAINERS
 
 
 def _kind(engine: Sequence[str]) -> str:
