@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from serai.contracts.codec import decode, encode, encode_frames
 from serai.contracts.inference import (
+    WINDOW_BYTES_MAX,
     FailureCode,
     Frame,
     FrameKind,
@@ -517,6 +518,17 @@ async def test_windows_of_two_requests_are_two(clock: Clock) -> None:
     other = agent.posted.lend()
     agent.posted.data(b"x")
     assert (one.reading, other.reading) == (False, True)
+
+
+@in_loop
+async def test_a_window_without_bounds_is_refused(clock: Clock) -> None:
+    """What an agent holds of one stream is never more than it is ready to."""
+    for window_bytes in (0, -1, WINDOW_BYTES_MAX + 1):
+        agent = Agent()
+        agent.request(window_bytes=window_bytes)
+        failure = failure_in((await agent.frames())[-1])
+        assert (failure.code, agent.desk.in_flight) == (FailureCode.BAD_REQUEST_FRAME, 0)
+        assert failure.message == f"window of {window_bytes} bytes; at least 1, at most {WINDOW_BYTES_MAX}"
 
 
 # -- watching --------------------------------------------------------------------------------------------------------

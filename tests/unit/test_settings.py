@@ -171,6 +171,7 @@ def test_two_kinds_of_credentials_are_one_too_many(capsys: pytest.CaptureFixture
         (IngressSettings, ["--port=65536"], "--port 65536"),
         (IngressSettings, ["--policy=best"], "--policy 'best'"),
         (IngressSettings, ["--window-bytes=65535"], "--window-bytes 65535"),
+        (IngressSettings, ["--window-bytes=16777217"], "--window-bytes 16777217"),
         (IngressSettings, ["--body-bytes-max=0"], "--body-bytes-max 0"),
         (IngressSettings, ["--answer-bytes-max=-1"], "--answer-bytes-max -1"),
         (IngressSettings, ["--request-timeout-s=0"], "--request-timeout-s 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from serai.contracts.inference import WINDOW_BYTES_MAX
 from serai.ingress.continuation import Continuing
 from serai.ingress.cors import Cors
 from serai.ingress.routing import POLICIES
@@ -60,8 +61,8 @@ class IngressSettings(ConnectionSettings):
             Cors(self.cors_origin)
         except ValueError as error:
             raise ValueError(f"--cors-origin: {error}") from None
-        if self.window_bytes < 64 * 1024:
-            raise ValueError(f"--window-bytes {self.window_bytes}: must be at least 65536")
+        if not 64 * 1024 <= self.window_bytes <= WINDOW_BYTES_MAX:
+            raise ValueError(f"--window-bytes {self.window_bytes}: must be from 65536 to {WINDOW_BYTES_MAX}")
         for flag, seconds in (("--shutdown-s", self.shutdown_s), ("--drain-delay-s", self.drain_delay_s)):
             if seconds < 0:
                 raise ValueError(f"{flag} {seconds:g}: must not be negative")

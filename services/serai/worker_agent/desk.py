@@ -13,7 +13,7 @@ import structlog
 from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, decode_frames
-from serai.contracts.inference import FailureCode, Frame, FrameKind, InferenceRequest
+from serai.contracts.inference import WINDOW_BYTES_MAX, FailureCode, Frame, FrameKind, InferenceRequest
 from serai.runtime.bus import Message
 from serai.runtime.http1 import HttpPool, request_head
 from serai.runtime.metrics import Counts, Histograms
@@ -224,6 +224,11 @@ class Desk:
             return (
                 FailureCode.BAD_REQUEST_FRAME,
                 f"{request.body_bytes} bytes of body in {request.body_frames} frames",
+            )
+        if not 0 < request.window_bytes <= WINDOW_BYTES_MAX:
+            return (
+                FailureCode.BAD_REQUEST_FRAME,
+                f"window of {request.window_bytes} bytes; at least 1, at most {WINDOW_BYTES_MAX}",
             )
         if request.body_bytes > limits.body_bytes_max:
             return FailureCode.BODY_TOO_LARGE, f"body of {request.body_bytes} bytes; at most {limits.body_bytes_max}"

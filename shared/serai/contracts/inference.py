@@ -66,6 +66,10 @@ class Frame:
         return f"Frame({kind} stream={self.stream} attempt={self.attempt} seq={self.sequence} {self.payload[:60]!r})"
 
 
+WINDOW_BYTES_MAX = 16 * 1024 * 1024
+"""No ingress may ask for a larger window: it is what the agent may have to hold of one stream."""
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """Head of a request. The body follows in BODY frames: the first with the head, the rest as BODY_CREDIT allows."""
 
