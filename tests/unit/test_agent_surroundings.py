@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,15 @@ from serai.runtime.bounded_command import output_of
 from serai.runtime.settings import add_settings, read_settings
 from serai.runtime.slurm_time import duration_s
 from serai.worker_agent import allocation
-from serai.worker_agent.allocation import AllocationEnd, remaining_s_in
+from serai.worker_agent.allocation import (
+    AllocationEnd,
+    kill_wait_s_in,
+    pbs_remaining_s_in,
+    remaining_s_in,
+    slurm_ending_in,
+)
 from serai.worker_agent.command_line import parallelism_of
+from serai.worker_agent.drain import Reason
 from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.gpus import chosen, devices_in, visible_gpus
 from serai.worker_agent.settings import AgentSettings
@@ -188,3 +196,99 @@ def test_engines_are_recognised_by_their_command(command: str, kind: str) -> Non
     engine = engine_of("auto", command.split())
     assert engine.kind == kind
     assert "4000" in " ".join(engine.with_address(command.split(), "127.0.0.1", 4000))
+
+
+# What Slurm 22.05 has said, one line each, cut to what is read.
+RUNS = "JobId=7 JobState=RUNNING Reason=None Dependency=(null) EndTime=2026-11-30T14:47:44"
+AT_14_47_15 = datetime.fromisoformat("2026-11-30T14:47:15").timestamp()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "left_s"),
+    [
+        (f"{RUNS} PreemptTime=2026-11-30T14:47:14", Reason.PREEMPTED, 29.0),
+        (f"{RUNS} PreemptTime=None", Reason.ALLOCATION_END, 29.0),
+        (RUNS, Reason.ALLOCATION_END, 29.0),
+        (f"{RUNS} PreemptTime=None".replace("14:47:44", "14:40:00"), Reason.ALLOCATION_END, 0.0),
+        ("JobState=COMPLETING Reason=None EndTime=2026-11-30T14:47:14 PreemptTime=None", Reason.STOPPING, 30.0),
+        ("JobState=COMPLETING Reason=TimeLimit EndTime=2026-11-30T14:47:14", Reason.ALLOCATION_END, 30.0),
+        ("JobState=COMPLETING Reason=None PreemptTime=2026-11-30T14:46:00", Reason.PREEMPTED, 30.0),
+    ],
+)
+def test_slurm_tells_what_a_signal_was_for(text: str, reason: Reason, left_s: float) -> None:
+    ending = slurm_ending_in(text, 30.0, AT_14_47_15)
+    assert ending is not None
+    assert (ending.reason, ending.left_s) == (reason, left_s)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "slurm_load_jobs error: Unable to contact slurm controller",
+        "JobState=RUNNING",
+        "JobState=RUNNING EndTime=Unknown",
+    ],
+)
+def test_an_answer_of_no_use_tells_nothing(text: str) -> None:
+    assert slurm_ending_in(text, 30.0, AT_14_47_15) is None
+
+
+def test_kill_wait_is_read_from_the_configuration() -> None:
+    assert kill_wait_s_in("KeepAliveTime           = SYSTEM_DEFAULT\nKillWait                = 45 sec\n") == 45.0
+    assert kill_wait_s_in("error") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "remaining_s"),
+    [
+        ("    Resource_List.walltime = 24:00:00\n    resources_used.walltime = 23:30:00\n", 1800.0),
+        ("    Resource_List.walltime = 01:00:00\n", 3600.0),
+        ("    Resource_List.walltime = 3600\n    resources_used.walltime = 00:10:00\n", 3000.0),
+        ("    Resource_List.walltime = 00:10:00\n    resources_used.walltime = 00:10:07\n", 0.0),
+        ("    Resource_List.walltime = 24:00:00\n    Walltime.Remaining = 77\n", 77.0),
+        ("    Resource_List.walltime = ::\n", None),
+        ("qstat: Unknown Job Id 7.server\n", None),
+        ("", None),
+    ],
+)
+def test_pbs_tells_what_is_left(text: str, remaining_s: float | None) -> None:
+    assert pbs_remaining_s_in(text) == remaining_s
+
+
+def test_a_pbs_job_knows_its_end_and_its_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_command(tmp_path, "qstat", "echo '  Resource_List.walltime = 00:10:00'", monkeypatch)
+
+    async def ask() -> None:
+        end = AllocationEnd({"PBS_JOBID": "7.server"})
+        assert await end.ask()
+        assert end.remaining_s() == pytest.approx(600, abs=2)
+        assert end.grace_s() == allocation.PBS_KILL_DELAY_S
+        assert await end.ending() is None
+
+    asyncio.run(ask())
+
+
+def test_torque_tells_the_wall_time_when_qstat_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_command(tmp_path, "qstat", "exit 1", monkeypatch)
+
+    async def ask() -> None:
+        end = AllocationEnd({"PBS_JOBID": "7.server", "PBS_WALLTIME": "900"})
+        assert await end.ask()
+        assert not await end.ask(), "counted from the start, once"
+        assert end.remaining_s() == pytest.approx(900, abs=2)
+
+    asyncio.run(ask())
+
+
+def test_who_has_no_batch_system_may_be_told_its_end() -> None:
+    async def ask() -> None:
+        told, open_ended = AllocationEnd({}, 60.0), AllocationEnd({})
+        assert await told.ask()
+        assert not await told.ask()
+        assert told.remaining_s() == pytest.approx(60, abs=1)
+        assert not await open_ended.ask()
+        assert (open_ended.remaining_s(), open_ended.grace_s()) == (None, None)
+        assert AllocationEnd({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).grace_s() == allocation.KUBERNETES_GRACE_S
+
+    asyncio.run(ask())
