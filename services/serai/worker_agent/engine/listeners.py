@@ -15,7 +15,7 @@ from pathlib import Path
 
 from serai.worker_agent.engine import process_table
 
-_LISTEN = "0A"
+_LISTEN = " 0A "
 
 
 class Listener(StrEnum):
@@ -75,8 +75,10 @@ def _listening(tables: Sequence[str] | None) -> Iterator[tuple[str, int, int, in
     """Address, port, user and inode of each listening socket."""
     for table in _tables() if tables is None else tables:
         for line in table.splitlines()[1:]:
+            if _LISTEN not in line:
+                continue  # Most are connections, of which a host may have thousands.
             fields = line.split()
-            if len(fields) > 9 and fields[3] == _LISTEN:
+            if len(fields) > 9 and fields[3] == _LISTEN.strip():
                 address, _, port = fields[1].rpartition(":")
                 yield address, int(port, 16), int(fields[7]), int(fields[9])
 
