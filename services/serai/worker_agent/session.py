@@ -235,6 +235,8 @@ class Session:
             prefill_s_per_token=settings.prefill_s_per_token or None,
         )
         self._readers = Readers(self._bus, desk)
+        await reports.ask()
+        self.presence.note(replace(self.record.metadata, kv_tokens_max=reports.load.kv_tokens_max or 0))
         session = self.record.session
         subscriptions = [
             await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
