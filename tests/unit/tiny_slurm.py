@@ -15,6 +15,7 @@ from serai.runtime.session_state import SessionState
 
 STEP_S = 10.0
 ANSWER_EVERY_S = 30.0
+FORGOTTEN_S = 3600.0
 
 
 @dataclass
@@ -99,6 +100,11 @@ class World:
 
     def advance(self) -> None:
         self.now += STEP_S
+        self.jobs = {
+            number: job
+            for number, job in self.jobs.items()
+            if job.over_at_s is None or self.now - job.over_at_s < FORGOTTEN_S
+        }
         for job in self.jobs.values():
             if job.over is not None or not job.running(self.now):
                 continue
