@@ -165,7 +165,7 @@ def put_slurm(folder: Path, scontrol: str, squeue: str = "echo 2:00:00") -> dict
 PREEMPTED = """\
 [ "$2" = config ] && echo "KillWait                = 30 sec" && exit
 end=$(date -d "+{grace_s} seconds" +%Y-%m-%dT%H:%M:%S)
-echo "JobId=77 JobName=x JobState=RUNNING Reason=None EndTime=$end PreemptTime=2026-11-30T14:47:29"
+echo "JobId=77 JobName=x JobState=RUNNING Reason=None EndTime=$end PreemptTime=$(date +%Y-%m-%dT%H:%M:%S)"
 """
 
 

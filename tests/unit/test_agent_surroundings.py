@@ -207,6 +207,9 @@ AT_14_47_15 = datetime.fromisoformat("2026-11-30T14:47:15").timestamp()
     ("text", "reason", "left_s"),
     [
         (f"{RUNS} PreemptTime=2026-11-30T14:47:14", Reason.PREEMPTED, 29.0),
+        # H26: our clock is ahead or behind by more than the grace of 30 s.
+        (f"{RUNS} PreemptTime=2026-11-30T14:47:14".replace("T14", "T13"), Reason.PREEMPTED, 30.0),
+        (f"{RUNS} PreemptTime=2026-11-30T14:47:14".replace("T14", "T15"), Reason.PREEMPTED, 30.0),
         (f"{RUNS} PreemptTime=None", Reason.ALLOCATION_END, 29.0),
         (RUNS, Reason.ALLOCATION_END, 29.0),
         (f"{RUNS} PreemptTime=None".replace("14:47:44", "14:40:00"), Reason.ALLOCATION_END, 0.0),

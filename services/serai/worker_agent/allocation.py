@@ -62,13 +62,24 @@ def slurm_ending_in(text: str, kill_wait_s: float, wall_s: float) -> Ending | No
         told = fields.get("Reason", "None")
         over = Reason.ALLOCATION_END if told == "TimeLimit" else Reason.STOPPING
         return Ending(Reason.PREEMPTED if preempted else over, kill_wait_s, f"Slurm: {state}, {told}")
+    ends_at_s = _time_s(fields.get("EndTime", ""))
+    if ends_at_s is None:
+        return None
+    left_s = ends_at_s - wall_s
+    preempted_at_s = _time_s(fields.get("PreemptTime", ""))
+    if preempted_at_s is None:
+        return Ending(Reason.ALLOCATION_END, max(0.0, left_s), "Slurm: a signal while it runs")
+    # Both by the controller's clock, with which ours need not agree (H26): the signal came when the grace began.
+    grace_s = max(0.0, ends_at_s - preempted_at_s)
+    return Ending(Reason.PREEMPTED, left_s if 0 <= left_s <= grace_s else grace_s, "Slurm: preempted")
+
+
+def _time_s(text: str) -> float | None:
+    """Seconds since 1970 of a time as Slurm writes it; None for `None`, `Unknown` and the like."""
     try:
-        left_s = max(0.0, datetime.fromisoformat(fields.get("EndTime", "")).timestamp() - wall_s)
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
-    if preempted:
-        return Ending(Reason.PREEMPTED, left_s, "Slurm: preempted")
-    return Ending(Reason.ALLOCATION_END, left_s, "Slurm: a signal while it runs")
 
 
 def kill_wait_s_in(text: str) -> float | None:
