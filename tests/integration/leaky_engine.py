@@ -1,4 +1,5 @@
-"""An engine that never notices that a client has left: it goes on, and says so in its metrics (H41)."""
+"""An engine that never notices that a client has left: it goes on, and says so in its metrics (H41). With
+`--slow-metrics` it has no time for anything but tokens (H37)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
+            if "--slow-metrics" in sys.argv and RUNNING:
+                time.sleep(30)
             self._answer(f"vllm:num_requests_running {len(RUNNING)}\nvllm:generation_tokens_total 5\n".encode())
         elif self.path == "/v1/models":
             self._answer(json.dumps({"data": [{"id": "m"}]}).encode())

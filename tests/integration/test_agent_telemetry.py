@@ -133,6 +133,9 @@ def test_engine_s_work_is_told_while_it_runs_and_when_it_has_ended(small_system:
         shown = metrics_of(port)
         assert shown["serai_agent_engine_requests_running"] == 3
         assert shown["serai_agent_engine_decode_tokens_per_second"] > 0
+        if engine == "sglang":
+            record = hearing.record(lambda record: record.lifecycle is Lifecycle.SERVING)
+            assert record.metadata.kv_tokens_max == 1_048_576
     idle = hearing.until(lambda said: said.running == 0 and said.in_flight == 0)
     assert (idle.phase, idle.slack) == (Phase.IDLE, None)
     wait_for(lambda: metrics_of(port)['serai_agent_requests_total{outcome="cancelled"}'] == 3, "cancellations")
@@ -155,6 +158,20 @@ def test_h41_a_request_that_the_engine_goes_on_with_is_counted_and_logged(small_
         pass
     wait_for(lambda: metrics_of(port).get("serai_agent_leaked_requests_total") == 2, "two leaks", 15)
     assert "engine.leaks" in agent.log
+
+
+def test_h37_an_engine_that_has_no_time_for_questions_is_not_dead(small_system: System) -> None:
+    command = [sys.executable, str(Path(leaky_engine.__file__)), "--slow-metrics"]
+    agent = small_system.service("agent", "--model", "m", "--allocation", "a", "--engine", "vllm", "--", *command)
+    small_system.wait_for_sessions(1)
+    hearing = Hearing(small_system)
+    with stream_open(small_system):
+        # What it said before is not repeated as if it were true; that tokens come is seen without it.
+        busy = hearing.until(lambda said: said.running is None and said.phase is Phase.DECODE)
+        assert busy.in_flight == 1
+        hearing.until(lambda said: said.requests_total == 0 and said.sequence >= busy.sequence + 5)
+        assert small_system.sessions() == 1
+    assert "engine.stalled" not in agent.log
 
 
 def test_h29_a_broken_gpu_is_in_the_record_and_its_power_in_the_status(

@@ -33,6 +33,8 @@ IDLE_EVERY_S = 30.0
 LOOK_EVERY_S = 0.5
 AGAIN_S = 60.0
 """An engine that says nothing of itself is asked again after so long."""
+LATE_AGAIN_S = 3.0
+"""One that did not answer in time has enough to do."""
 RATES_OVER_S = 0.8
 """Rates between answers that lie closer together are noise."""
 _METRICS, _LOADS = "/metrics", "/v1/loads"
@@ -98,7 +100,10 @@ class EngineReports:
         try:
             samples = await self._samples()
         except (HttpFailure, TimeoutError):
-            return None  # A busy engine answers late, a hung one never: the watchdog judges.
+            # A busy engine answers late, a hung one never: the watchdog judges. What it said before is old now.
+            self.load, self.rates, self._rates_from = EngineLoad(), EngineRates(), None
+            self._silent_until_s = time.monotonic() + LATE_AGAIN_S
+            return None
         now = time.monotonic()
         self.at_s = now
         if not samples:
