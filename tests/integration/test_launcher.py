@@ -157,3 +157,48 @@ def test_h06_h08_a_service_outlives_its_jobs(site: Site) -> None:
     assert "chat/0: " in explained.stdout
     assert "launcher.cancel" not in launcher.log
     assert launcher.terminate() == 0
+
+
+def wait_for_verdict(site: Site, verdict: str, text: str = "") -> str:
+    """What `explain` says, once it says that of the slot."""
+
+    def explained() -> str:
+        said = site.tool("explain", "chat/0")
+        there = said.returncode == 0 and f"chat/0: {verdict}" in said.stdout and text in said.stdout
+        return said.stdout if there else ""
+
+    return str(wait_for(explained, f"the slot {verdict} {text}", 45))
+
+
+def test_h01_h14_nothing_is_done_on_half_a_picture_and_a_killed_launcher_is_succeeded(site: Site) -> None:
+    site.configure(limit_s=600)
+    launcher = site.launch()
+    site.system.wait_for_sessions(1, timeout_s=45)
+    wait_for_verdict(site, "holds")
+    site.configure(limit_s=600, squeue="fail")
+    wait_for_verdict(site, "blind", "Unable to contact slurm controller")
+    launcher.kill()
+    assert site.tool("explain").returncode == 1
+    site.configure(limit_s=600, squeue="empty")
+    again = site.launch()
+    # It has no answer but an empty one, and a session that lives: that is no empty slot.
+    wait_for_verdict(site, "waits")
+    site.configure(limit_s=600)
+    said = wait_for_verdict(site, "holds", "its successor is due")
+    assert "101 running, serving (generation 1)" in said
+    rehearsed = site.launch("--dry-run")
+    assert rehearsed.popen.wait(60) == 0, rehearsed.log
+    assert "chat/0: holds" in rehearsed.log
+    assert len(site.jobs) == 1
+    assert site.tool("explain", "nobody").returncode == 3
+    assert site.tool("wake", "chat").returncode == 0
+    assert again.terminate() == 0
+
+
+def test_a_deployment_that_cannot_be_is_refused_with_its_place(site: Site) -> None:
+    refused = site.launch(count=-1)
+    assert refused.popen.wait(30) == 2
+    assert "deployments.chat.count" in refused.log
+    refused = site.launch("--count", "nobody=1")
+    assert refused.popen.wait(30) == 2
+    assert "--count nobody: is no deployment and no model of the site file; it has chat, m" in refused.log

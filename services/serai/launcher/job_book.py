@@ -202,7 +202,7 @@ class JobBook:
         self.asleep: set[str] = set()
         self.answers = 0
         """Whole answers of the batch system since the start, or since `forget_answers`."""
-        self.unknown = "the batch system has not answered yet"
+        self.unknown = "it has not answered yet"
         """Why it did not answer when last asked; empty = it did."""
         self.heard_at_s: float | None = None
         self._answer_number: int | None = None

@@ -85,9 +85,9 @@ class Launcher:
         self._drained_at_s: dict[str, float] = {}
         self._said: dict[str, tuple[str, bool]] = {}
         self._wake = asyncio.Event()
+        bus.on_reconnect(self._on_reconnect)
 
     async def run(self, stop: asyncio.Event) -> None:
-        self._bus.on_reconnect(self._on_reconnect)
         site = self._settings.site
         subscriptions = [
             *await self.copy.start(),

@@ -1,0 +1,209 @@
+"""The launcher's shell: what it asks of the batch system and of sessions, in which order, and what it keeps first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serai.contracts.codec import decode, encode
+from serai.contracts.drain import DrainAnswer, DrainRequest
+from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, WakeRequest
+from serai.contracts.registry import AllocationEnded
+from serai.contracts.subjects import DRAIN, ENDED
+from serai.launcher.deployments import Deployment
+from serai.launcher.job_book import SeenSession
+from serai.launcher.jobs import (
+    Cancelled,
+    ExpectedStart,
+    JobId,
+    Jobs,
+    JobState,
+    ObservedJob,
+    RefusalKind,
+    Refused,
+    Unknown,
+)
+from serai.launcher.service import Launcher
+from serai.launcher.settings import LauncherSettings
+from serai.launcher.slots import Slot
+from serai.launcher.succession import Cancel, Drain, Plan, Sleep, Submit, plan
+from serai.runtime.bus import Message
+from serai.runtime.session_state import SessionState
+from unit.fakes import FakeBus
+from unit.test_launcher_lease import Keys
+
+CHAT = Deployment(name="chat", model="m", script="#!/bin/bash\n")
+SLOT = Slot("chat", 0)
+
+
+@dataclass
+class RecordingSlurm:
+    """Does nothing, and says what it is told to."""
+
+    keys: Keys
+    answer: JobId | Refused | Unknown = field(default_factory=lambda: JobId("", "101"))
+    queue: Jobs | Unknown = field(default_factory=lambda: Jobs((), 1, 0.0))
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    kept: list[LauncherState] = field(default_factory=list)
+    """What stood in KV when it was called."""
+
+    async def submit(self, script: str, options: Sequence[str] = ()) -> JobId | Refused | Unknown:
+        self._note("submit", (script, tuple(options)))
+        return self.answer
+
+    async def jobs(self) -> Jobs | Unknown:
+        return self.queue
+
+    async def cancel(self, job: JobId) -> Cancelled | Refused | Unknown:
+        self._note("cancel", job)
+        return Cancelled()
+
+    async def expected_start(self, script: str, options: Sequence[str] = ()) -> ExpectedStart | Refused | Unknown:
+        return Unknown("not asked")
+
+    def _note(self, what: str, told: Any) -> None:
+        self.calls.append((what, told))
+        assert self.keys.value is not None
+        self.kept.append(decode(LauncherState, self.keys.value))
+
+
+class Shell:
+    def __init__(self, folder: Path) -> None:
+        site_file = folder / "site.yaml"
+        site_file.touch()
+        settings = LauncherSettings(site_file=site_file, site="local")
+        self.bus, self.keys = FakeBus(), Keys()
+        self.slurm = RecordingSlurm(self.keys)
+        self.launcher = Launcher(settings, [CHAT], self.bus, self.slurm, self.keys, 30.0)
+        asyncio.run(self.launcher.lease.beat())
+
+    def act(self, **changes: Any) -> None:
+        asyncio.run(self.launcher._act(Plan(**changes)))
+
+    def hear(self, *jobs: ObservedJob, number: int = 2) -> None:
+        asyncio.run(self.launcher._note(self.launcher.book.hear_jobs(Jobs(jobs, number, 0.0), 10**6 + 30.0 * number)))
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def observed(name: str, state: JobState) -> ObservedJob:
+    return ObservedJob(id=JobId("", "101"), state=state, word=state.upper(), number="101", name=name)
+
+
+def test_a_submission_is_kept_before_it_is_made(shell: Shell) -> None:
+    shell.act(submit=(Submit(SLOT, 7200.0, "the slot has no job"),))
+    ((what, (script, options)),) = shell.slurm.calls
+    assert (what, script) == ("submit", CHAT.script)
+    name = options[0].removeprefix("--job-name=")
+    assert options[1:] == ("--time=2:00:00", "--comment=serai chat/0 generation 1")
+    assert [run.name for run in shell.slurm.kept[0].runs] == [name]
+    (run,) = shell.launcher.book.runs
+    assert (run.id, run.allocation) == (JobId("", "101"), "slurm-101")
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_h14_who_has_lost_its_lease_does_nothing(shell: Shell, away: bool) -> None:
+    shell.keys.away = away
+    if not away:
+        shell.keys.value, shell.keys.revision = encode(LauncherState("other", 1)), 99
+    shell.act(
+        submit=(Submit(SLOT, 7200.0, ""),),
+        cancel=(Cancel(JobId("", "101"), SLOT, "n", ""),),
+        drain=(Drain("s", SLOT, "n", 5.0, ""),),
+    )
+    assert shell.slurm.calls == []
+    assert shell.bus.published == []
+    assert shell.launcher.book.runs == ()
+
+
+def test_h13_refusals_and_silence_are_kept_apart(shell: Shell) -> None:
+    shell.slurm.answer = Refused(RefusalKind.INVALID, "Invalid account", "write another")
+    shell.act(submit=(Submit(SLOT, 7200.0, ""),))
+    assert shell.launcher.book.runs == ()
+    trouble = shell.launcher.book.trouble(SLOT)
+    assert trouble is not None
+    assert trouble.until_s is None
+    shell.slurm.answer = Unknown("no answer in 30 s")
+    shell.act(submit=(Submit(SLOT, 7200.0, ""),))
+    assert [run.id for run in shell.launcher.book.runs] == [None]
+
+
+def test_a_drain_is_asked_for_once_in_a_while(shell: Shell) -> None:
+    asked: list[DrainRequest] = []
+
+    def answer(data: bytes) -> bytes:
+        asked.append(decode(DrainRequest, data))
+        return encode(DrainAnswer("s1", True, 3))
+
+    shell.bus.answers[DRAIN.of("s1")] = answer
+    for _ in range(3):
+        shell.act(drain=(Drain("s1", SLOT, "n", 880.0, "another one serves"),))
+    assert asked == [DrainRequest("another one serves", 880.0)]
+
+
+def test_a_cancel_and_a_sleep(shell: Shell) -> None:
+    shell.act(cancel=(Cancel(JobId("", "101"), SLOT, "n", "left"),), sleep=(Sleep("chat", "idle"),))
+    assert shell.slurm.calls == [("cancel", JobId("", "101"))]
+    assert shell.launcher.book.asleep == {"chat"}
+
+
+def test_the_registry_is_told_of_a_job_that_ended_with_its_session(shell: Shell) -> None:
+    told: list[AllocationEnded] = []
+
+    def answer(data: bytes) -> bytes:
+        told.append(decode(AllocationEnded, data))
+        return data
+
+    shell.bus.answers[ENDED.of_site("local")] = answer
+    shell.act(submit=(Submit(SLOT, 7200.0, ""),))
+    name = shell.launcher.book.runs[0].name
+    shell.hear(observed(name, JobState.RUNNING))
+    seen = SeenSession(session="s", allocation="slurm-101", state=SessionState.SUSPECTED)
+    shell.launcher.book.hear_sessions([seen], 10**6 + 61.0)
+    shell.hear(observed(name, JobState.NODE_FAILED), number=3)
+    assert told == [AllocationEnded("local", "slurm-101", "job 101: node_failed")]
+
+
+def test_it_tells_its_plan_and_wakes_what_sleeps(shell: Shell) -> None:
+    launcher = shell.launcher
+    launcher.book.asleep.add("chat")
+    launcher.last = plan(launcher._picture(""), launcher._settings.rules)
+
+    def answered(handler: Any, question: object) -> LauncherWord:
+        shell.bus.take()
+        handler(Message("x", encode(question), "_INBOX_tools.1"))
+        (message,) = shell.bus.take()
+        return decode(LauncherWord, message.payload)
+
+    word = answered(launcher.on_explain, ExplainRequest("chat"))
+    assert [slot.verdict for slot in word.slots] == ["asleep"]
+    assert answered(launcher.on_explain, ExplainRequest("nobody/0")).problem == "there is no slot 'nobody/0'"
+    assert "there is no deployment 'nobody'" in answered(launcher.on_wake, WakeRequest("nobody")).problem
+    answered(launcher.on_wake, WakeRequest("chat"))
+    assert launcher.book.asleep == set()
+
+
+def test_h17_it_sees_no_whole_picture_before_everybody_has_spoken(shell: Shell) -> None:
+    launcher = shell.launcher
+    assert launcher._blind() == "the registry has not answered yet"
+    launcher.copy.synced = True
+    assert launcher._blind().startswith("it has listened for 0 s only")
+    launcher._listening_since_s -= 60
+    assert launcher._blind() == "the batch system: it has not answered yet"
+    launcher.book.hear_jobs(Jobs((), 1, 0.0), launcher._listening_since_s + 60)
+    assert launcher._blind() == ""
+    launcher.book.hear_jobs(Unknown("squeue: no answer"), launcher._listening_since_s + 60)
+    assert launcher._blind() == "the batch system: squeue: no answer"
+    launcher.book.hear_jobs(Jobs((), 2, 0.0), launcher._listening_since_s + 60)
+    shell.bus.lose_connection()
+    assert launcher._blind() == "there is no connection to NATS"
+    shell.bus.reconnect()
+    assert launcher._blind().startswith("it has listened for 0 s only")
