@@ -1,4 +1,4 @@
-"""Months of a launcher's life in virtual time: whatever queue, jobs and answers do, nothing is harmed."""
+"""Days of a launcher's life in virtual time: whatever queue, jobs and answers do, nothing is harmed."""
 
 from __future__ import annotations
 

@@ -32,6 +32,8 @@ class TinyJob:
     over_at_s: float | None = None
     over: JobState | None = None
     runs: int = 0
+    mute: bool = False
+    """No session of it is ever heard."""
     draining: bool = False
     in_flight: int = 0
 
@@ -92,7 +94,9 @@ class World:
             self.number += 1
             hangs = self.random.random() < self.hang
             job = TinyJob(self.number, name, slot, limit_s, self.now, self.now + self.waits_s(self.random), self.load_s)
-            job.load_s = 1e9 if hangs else job.load_s
+            if hangs:  # Half of them never get as far as an agent, whose deadline would end them.
+                job.load_s, job.mute = 1e9, self.random.random() < 0.5
+                job.fails_at_s = None if job.mute else job.starts_at_s + 1800
             if self.random.random() < self.fail:
                 job.fails_at_s = job.starts_at_s + self.random.uniform(0, 2 * self.load_s)
             self.jobs[job.number] = job
@@ -165,6 +169,8 @@ class World:
     def sessions(self) -> list[SeenSession]:
         found = []
         for job in self.jobs.values():
+            if job.mute:
+                continue
             if not job.running(self.now):
                 if job.over_at_s is not None and self.now - job.over_at_s < 600:
                     found.append(

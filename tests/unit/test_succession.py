@@ -168,10 +168,13 @@ SUBMITS = ["submit chat/0"]
             id="H19 one that never served has to be seen to end",
         ),
         pytest.param(
-            [run(1), loading(2, started_at_s=NOW - 1900)],
+            [run(1), run(2, session=None, started_at_s=NOW - 1900)],
             ["cancel 02"],
             "holds",
-            id="H19 a successor that hangs is given up, its predecessor stays",
+            id="H19 a successor of which nothing is heard is given up, its predecessor stays",
+        ),
+        pytest.param(
+            [run(1), loading(2, started_at_s=NOW - 9000)], [], "holds", id="H37 who loads for long is not dead"
         ),
         pytest.param([run(1, number=7)], ["drain s7-1", *SUBMITS], "birth", id="a slot that is not wanted is drained"),
         pytest.param(

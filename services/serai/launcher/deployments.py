@@ -25,7 +25,7 @@ class Deployment:
     idle_s: float | None = None
     """Let go when no request has come for so long."""
     load_s_max: float | None = None
-    """A job without a first token for so long is given up; None = ten minutes and four times the load expected."""
+    """A job without a session for so long is given up; None = ten minutes and four times the load expected."""
     leaves_s: float = 180.0
     """So long before the end of its job a session takes no more requests."""
     script: str = ""

@@ -114,7 +114,7 @@ class Kept:
     queue_wait_s: float = 600.0
     load_s: float = 300.0
     load_s_max: float | None = None
-    """A job without a first token for so long is given up."""
+    """A job without a session for so long is given up."""
     idle_s: float | None = None
     """Let go when no request has come for so long; None = never."""
     leaves_s: float | None = None

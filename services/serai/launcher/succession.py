@@ -62,7 +62,7 @@ class Wanted:
     leaves_s: float = 0.0
     """So long before the end of its job a session takes no more requests, by itself."""
     load_s_max: float
-    """A job that runs for longer without a first token is given up."""
+    """A job that runs for longer without a session is given up."""
     idle_s: float | None = None
     """Let go when no request has come for so long; None = never."""
     idle_for_s: float | None = None
@@ -355,13 +355,14 @@ class _Slot:
         return ""
 
     def _hangs(self, run: Run) -> str:
-        """It runs, has never served, and holds no requests."""
+        """It runs, and nothing was ever heard of it. Of a session that loads, its agent is the judge: it sees whether
+        the load goes on."""
         if run.state is not JobState.RUNNING or run.started_at_s is None or run.served_at_s is not None:
             return ""
         ran_s = self.now - run.started_at_s
-        if ran_s <= self.wanted.load_s_max or run.in_flight != 0:
+        if run.sessions or ran_s <= self.wanted.load_s_max:
             return ""
-        return f"no first token within {ran_s:.0f} s of its start (load_max_s {self.wanted.load_s_max:g})"
+        return f"no session has been heard of within {ran_s:.0f} s of its start (load_s_max {self.wanted.load_s_max:g})"
 
     # -- submit ------------------------------------------------------------------------------------------------------
 
