@@ -237,3 +237,15 @@ def test_the_flags_of_squeue(bench: Bench) -> None:
     assert isinstance(asyncio.run(slurm.jobs()), Jobs)
     (asked,) = bench.asked("squeue")
     assert asked.startswith("--clusters alps --me --all --array --states=all --format=SERAI|%i|%A|")
+
+
+def test_the_names_of_nodes_are_told_apart_from_banners(bench: Bench) -> None:
+    bench.put("sinfo", "echo 'Welcome n9'; echo 'SERAI n1'; echo 'SERAI n2'; echo 'SERAI n1'")
+
+    async def follow() -> None:
+        slurm = bench.slurm()
+        assert await slurm.nodes() == {"n1", "n2"}
+        bench.put("sinfo", "exit 1")
+        assert "sinfo" in reason(await slurm.nodes())
+
+    asyncio.run(follow())

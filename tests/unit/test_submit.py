@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from serai.cli import main as command_line
+from serai.cli import submit
+from serai.runtime.quarantine_list import Quarantine
 
 SITE = """\
 site: s
@@ -203,6 +205,27 @@ def test_h10_a_maintenance_that_begins_at_once_is_waited_for(login: Login) -> No
     _, _, err = login.serai("submit", "--model", "m")
     assert "#SBATCH --time=8:00:00\n" in login.script(1)
     assert "the job starts when it is over" in err
+
+
+def test_h29_nodes_in_quarantine_are_left_out(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_quarantine = [
+        Quarantine("n7.cluster.example.org", "engines died twice", time.time() + 600),
+        Quarantine("not-a-node", "GPU-1: ecc", time.time() + 600),
+        Quarantine("n13", "GPU-2: ecc", time.time() + 600),
+    ]
+
+    async def look(*_: object) -> list[Quarantine]:
+        return in_quarantine
+
+    monkeypatch.setattr(submit, "look", look)
+    login.put("sinfo", "echo 'SERAI n7'; echo 'SERAI n13'")
+    code, _, err = login.serai("submit", "--model", "m")
+    assert code == 0
+    assert "#SBATCH --exclude=n13,n7\n" in login.script(1)
+    assert "without node n7: engines died twice" in err
+    login.put("sinfo", "exit 1")
+    login.serai("submit", "--model", "m")
+    assert "#SBATCH --exclude=n13\n" in login.script(2)
 
 
 # -- serai jobs ------------------------------------------------------------------------------------------------------

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import orjson
 
-from serai.cli.registry_reader import Failed, ReaderSettings, SeenSession, reading, seen
+from serai.cli.registry_reader import Reader, SeenSession, seen
 from serai.cli.site_flag import add_site_flag, asked_site
+from serai.cli.site_registry import look
 from serai.launcher.jobs import Jobs, JobState, ObservedJob, Unknown
 from serai.launcher.site import Site
 from serai.launcher.slurm_answers import plain_reason
 from serai.launcher.slurm_commands import SlurmCommands
-from serai.runtime.bus import BusError
 from serai.runtime.slurm_time import duration_text
 from serai.runtime.telemetry import set_up_logs
 
 DONE, NO_ANSWER = 0, 1
-REGISTRY_TIMEOUT_S = 10.0
 _HEADS = ("JOB", "MODEL", "STATE", "LEFT", "PARTITION", "NODES", "SESSION", "WHY, OR WHEN")
 
 
@@ -84,38 +81,14 @@ class View:
 
 
 async def _look(site: Site, slurm: SlurmCommands) -> View:
-    jobs, sessions = await asyncio.gather(slurm.jobs(), _sessions(site))
+    jobs, sessions = await asyncio.gather(slurm.jobs(), look(site, _seen))
     return View(jobs, sessions, time.time())
 
 
-async def _sessions(site: Site) -> list[SeenSession] | Unknown:
-    if not site.nats.tools_nkey_file:
-        return Unknown("the site file has no `tools_nkey_file` below `nats`")
-    try:
-        settings = _reader_settings(site)
-        async with asyncio.timeout(REGISTRY_TIMEOUT_S), reading(settings) as reader:
-            await reader.listen()
-            now = time.monotonic()
-            return [seen(reader.copy, record, now) for record in reader.copy.replica.records()]
-    except TimeoutError:
-        url = site.nats.tools_url or site.nats.url
-        return Unknown(f"NATS at {url} has not answered within {REGISTRY_TIMEOUT_S:g} s")
-    except (Failed, BusError, ValueError) as error:
-        return Unknown(" ".join(str(error).split()))
-
-
-def _reader_settings(site: Site) -> ReaderSettings:
-    """Raises ValueError. The certificate's authority goes by the environment, as everywhere."""
-    nats = site.nats
-    if nats.ca_file:
-        os.environ.setdefault("SSL_CERT_FILE", str(_here(nats.ca_file)))
-    return ReaderSettings(
-        nats_url=nats.tools_url or nats.url, nats_nkey_file=_here(nats.tools_nkey_file), site=site.name
-    )
-
-
-def _here(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+async def _seen(reader: Reader) -> list[SeenSession]:
+    await reader.listen()
+    now = time.monotonic()
+    return [seen(reader.copy, record, now) for record in reader.copy.replica.records()]
 
 
 def _show(view: View, arguments: argparse.Namespace) -> None:

@@ -16,16 +16,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serai.cli.registry_reader import Reader
 from serai.cli.site_flag import add_site_flag, asked_site
+from serai.cli.site_registry import look
 from serai.launcher.jobs import JobId, JobName, Jobs, Refused, Unknown
 from serai.launcher.maintenance import fitted
-from serai.launcher.site import JobPlan, Site
+from serai.launcher.site import Exclude, JobPlan, Site
 from serai.launcher.site_file import written_duration_s
 from serai.launcher.slurm_commands import SlurmCommands
 from serai.launcher.templates import script
 from serai.runtime.fields import BadInput
+from serai.runtime.quarantine_list import Quarantine, quarantined
 from serai.runtime.settings import refuse
 from serai.runtime.slurm_time import duration_text
+from serai.runtime.telemetry import set_up_logs
 
 DONE, NOT_ALL = 0, 1
 COUNT_MAX, CHAIN_MAX = 64, 64
@@ -68,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         order = _order(site, arguments)
     except BadInput as error:
         refuse(str(error))
+    set_up_logs("tools", "error")
     if arguments.dry_run:
         return asyncio.run(_show(site, order))
     return asyncio.run(_submit(site, order))
@@ -138,8 +143,28 @@ async def _fit(site: Site, order: Order, slurm: SlurmCommands) -> Order:
     return replace(order, plan=plan, handover_s=min(order.handover_s, fit.time_s / 2))
 
 
+async def _without_bad_nodes(site: Site, slurm: SlurmCommands) -> Site:
+    """With the hosts that the registry has in quarantine among those to stay away from."""
+    now_s = time.time()
+
+    async def see(reader: Reader) -> list[Quarantine]:
+        return quarantined(reader.copy.replica.records(), site.name, now_s)
+
+    found = await look(site, see)
+    if isinstance(found, Unknown):
+        if site.nats.tools_nkey_file:
+            _say(f"nodes in quarantine are not known ({found.reason})")
+        return site
+    nodes = await slurm.nodes() if found else frozenset[str]()
+    bad = [Exclude(node=one.host.partition(".")[0], reason=one.reason, until_s=one.until_s) for one in found]
+    known = [one for one in bad if not isinstance(nodes, Unknown) and one.node in nodes]
+    return replace(site, exclude=(*site.exclude, *known))
+
+
 async def _show(site: Site, order: Order) -> int:
-    order = await _fit(site, order, SlurmCommands(site.commands))
+    slurm = SlurmCommands(site.commands)
+    site = await _without_bad_nodes(site, slurm)
+    order = await _fit(site, order, slurm)
     print(_script(site, order, _name(order), 0, 0), end="")
     return DONE
 
@@ -156,6 +181,7 @@ def _name(order: Order) -> JobName:
 
 async def _submit(site: Site, order: Order) -> int:
     slurm = SlurmCommands(site.commands)
+    site = await _without_bad_nodes(site, slurm)
     order = await _fit(site, order, slurm)
     if site.output and not site.commands.prefix:
         _make_folder(site.output)

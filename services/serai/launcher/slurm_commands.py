@@ -25,6 +25,7 @@ from serai.launcher.slurm_answers import (
 from serai.runtime.bounded_command import Ended, run_bounded
 
 _KILL_AFTER_S = 5
+_MARK = "SERAI"
 
 
 class Circuit:
@@ -117,6 +118,18 @@ class SlurmCommands:
                 return self._failed(f"scontrol: {last_words(ended.errors) or f'exit code {ended.code}'}")
             self._circuit.answered()
             return reservations_in(ended.output)
+
+    async def nodes(self) -> frozenset[str] | Unknown:
+        """The names of all nodes: an unknown one in `--exclude` makes sbatch refuse the job."""
+        async with self._one_at_a_time:
+            ended = await self._run(["sinfo", *self._cluster(), "--noheader", "--Node", f"--format={_MARK} %N"])
+            if isinstance(ended, Unknown):
+                return ended
+            if ended.code:
+                return self._failed(f"sinfo: {last_words(ended.errors) or f'exit code {ended.code}'}")
+            self._circuit.answered()
+            lines = (line.split() for line in ended.output.splitlines())
+            return frozenset(words[1] for words in lines if len(words) == 2 and words[0] == _MARK)
 
     async def _ask_for_jobs(self) -> Jobs | Unknown:
         # All states: a job that has ended says how, for some minutes. One line for each element of an array.

@@ -89,7 +89,7 @@ def _options(site: Site, plan: JobPlan, name: str, excluded: Sequence[Exclude], 
         "--qos": profile.qos,
         "--constraint": plan.constraint,
         "--reservation": profile.reservation,
-        "--exclude": ",".join(one.node for one in excluded),
+        "--exclude": ",".join(dict.fromkeys(one.node for one in excluded)),
         "--array": f"1-{array}" if array else "",
     }
     options: dict[str, str | None] = {option: value for option, value in given.items() if value}
