@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.system import wait_for
 from serai.contracts.session_record import GpuDevice
 from serai.worker_agent.engine import clearance as clearance_module
 from serai.worker_agent.engine import process_table
@@ -24,6 +25,7 @@ from serai.worker_agent.engine.gpu_memory import Held, held_in
 from serai.worker_agent.engine.interfaces import address_of
 from serai.worker_agent.engine.listeners import Listener, listener_on, listening_on, ports_of, whose
 from serai.worker_agent.engine.ports import HeldPort
+from serai.worker_agent.engine.process import EngineProcess
 from serai.worker_agent.engine.process_table import MARK, identity_of
 
 GIB = 1 << 30
@@ -214,6 +216,36 @@ def test_h40_engines_whose_agent_is_gone_are_ended_and_no_others() -> None:
         assert {process.pid for process in process_table.marked(own)} == {alive.pid}
 
 
+WIPES = """
+import ctypes, subprocess, sys
+# As setproctitle does: the title takes the place of the arguments, and the environment behind them is emptied.
+low, high = (int(open("/proc/self/stat").read().rpartition(")")[2].split()[field]) for field in (47, 48))
+ctypes.memset(low, 0, high - low)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_h40_a_process_that_wiped_its_environment_belongs_to_the_leader_of_its_session() -> None:
+    """vLLM's engine core and workers do."""
+    own = process_table.new_mark("1")
+    leads = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WIPES!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", leads],
+        env={"PATH": os.environ["PATH"], MARK: own},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as leader:
+        assert leader.stdout is not None
+        leader.stdout.readline()
+        found = {process.pid for process in process_table.marked(own)}
+        assert leader.pid in found
+        assert len(found) == 2
+        assert all(os.getsid(pid) == leader.pid for pid in found)
+        leader.communicate()
+
+
 def test_an_orphan_that_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearance_module, "ORPHAN_GRACE_S", 0.2)
     own = process_table.new_mark("1")
@@ -308,3 +340,45 @@ def test_a_gpu_that_is_gone_is_a_fault_and_silence_is_none(tmp_path: Path, monke
     assert asyncio.run(NodeClearance([*GPUS[:1], GpuDevice("MIG-x")], wait_s=0, borne_bytes=GIB).fault()) is None
     put_nvidia_smi(tmp_path, monkeypatch, "exit 9")
     assert asyncio.run(NodeClearance(GPUS, wait_s=0, borne_bytes=GIB).fault()) is None
+
+
+# As vLLM: a server, and behind it a process that outlives it.
+SERVER = ["sh", "-c", "sleep 600 & echo $!; exec sleep 600"]
+
+
+def test_a_killed_server_is_noticed_though_its_child_holds_its_output() -> None:
+    async def run() -> None:
+        engine = await EngineProcess.start(SERVER, {"PATH": os.environ["PATH"]}, 1)
+        while not engine.last_lines:
+            await asyncio.sleep(0.01)
+        child = identity_of(int(engine.last_lines[0]))
+        assert child is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            assert await asyncio.shield(engine.exited) == -signal.SIGKILL
+        assert child.alive
+        assert await engine.stop(1) == -signal.SIGKILL
+        wait_for(lambda: not child.alive, "the child has ended, too", 5)
+
+    asyncio.run(run())
+
+
+def test_h40_nothing_outlives_a_killed_agent() -> None:
+    """Its child dies with it; that child's children have no such luck by themselves."""
+    agent = f"""
+import asyncio, os
+from serai.worker_agent.engine.process import EngineProcess
+async def run():
+    engine = await EngineProcess.start({SERVER}, {{"PATH": os.environ["PATH"]}}, 1)
+    while not engine.last_lines:
+        await asyncio.sleep(0.01)
+    print(engine.pid, *engine.last_lines, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(run())
+"""
+    with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        processes = [identity_of(int(number)) for number in child.stdout.readline().split()]
+        assert len(processes) == 2
+        child.kill()
+    wait_for(lambda: not any(process is not None and process.alive for process in processes), "all have ended", 10)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -33,6 +33,8 @@ log = structlog.get_logger()
 
 LAST_LINES = 20
 GPU_EVERY_S = 10.0
+REST_OF_OUTPUT_S = 1.0
+"""How long what a process has written may still come after its end."""
 _LINE_BYTES_MAX = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 _CONTAINER_RUNTIMES = {
@@ -87,25 +89,42 @@ EngineStarter = Callable[[Engine, Sequence[str]], Awaitable[tuple[RunningEngine,
 """Starts an engine's command and says where it will listen. Raises EngineMisconfigured or OSError."""
 
 
+class _Output(NamedTuple):
+    """What an engine writes, and the pipe it comes through."""
+
+    reader: asyncio.StreamReader
+    pipe: asyncio.ReadTransport
+
+
 class EngineProcess:
     """One run of an engine command. Its output goes on to our standard error, and its end is in `exited`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, mark: str, port: int, held: HeldPort | None, *, may_be_unseen: bool
+        self,
+        process: asyncio.subprocess.Process,
+        output: _Output,
+        mark: str,
+        port: int,
+        held: HeldPort | None,
+        *,
+        may_be_unseen: bool,
     ) -> None:
         """`mark` is in the environment of all its processes. `may_be_unseen`: it runs in a container."""
         self._process = process
+        self._output = output
         self._mark = mark
         self._port = port
         self._held = held
         self._may_be_unseen = may_be_unseen
+        self._keeper: asyncio.subprocess.Process | None = None
         self._known_listeners: dict[int, int] = {}
         """Those that were found to be ours."""
         self._gpu_bytes = 0
         self._gpu_due_s = 0.0
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._reading = asyncio.ensure_future(self._read())
         self.exited: asyncio.Future[int] = asyncio.ensure_future(self._follow())
-        """Done with the exit code when the process has ended and all its output is read."""
+        """Done with the exit code when the process has ended and what it wrote is read."""
 
     @classmethod
     async def start(
@@ -117,18 +136,32 @@ class EngineProcess:
         mark: str = "",
     ) -> EngineProcess:
         """`environment` is all it gets. Raises OSError when the program cannot be started."""
-        process = await asyncio.create_subprocess_exec(
-            *(_shielded(command, environment) if _SHIELDED else command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=_LINE_BYTES_MAX,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
+        # A pipe of our own: asyncio takes a process for running until everybody has closed those that it made, and
+        # vLLM's engine core, which has inherited them, waits for ever for its killed server.
+        ours, its = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(_shielded(command, environment) if _SHIELDED else command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=its,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(its)
+        output = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb", 0)
         )
         unseen = any(os.path.basename(word) in _CONTAINER_RUNTIMES for word in command)
-        return cls(process, mark, port, held, may_be_unseen=unseen)
+        started = cls(process, _Output(output, pipe), mark, port, held, may_be_unseen=unseen)
+        started._keeper = await _keeper_of(process.pid)
+        return started
 
     @property
     def pid(self) -> int:
@@ -182,6 +215,11 @@ class EngineProcess:
         self._signal_group(signal.SIGKILL)  # Also reaches workers that outlived the process we started.
         for process in await asyncio.to_thread(process_table.marked, self._mark):
             kill(process, signal.SIGKILL)
+        if self._keeper is not None and self._keeper.returncode is None:
+            self._keeper.kill()
+            await self._keeper.wait()
+        await asyncio.wait([self._reading], timeout=REST_OF_OUTPUT_S)
+        self._output.pipe.close()
         self._release_port()
         return await self.exited
 
@@ -199,10 +237,14 @@ class EngineProcess:
             self._held = None
 
     async def _follow(self) -> int:
-        assert self._process.stdout is not None
+        code = await self._process.wait()
+        await asyncio.wait([self._reading], timeout=REST_OF_OUTPUT_S)
+        return code
+
+    async def _read(self) -> None:
         while True:
             try:
-                line = await self._process.stdout.readline()
+                line = await self._output.reader.readline()
             except ValueError:
                 continue  # Longer than the buffer: readline has dropped it.
             if not line:
@@ -211,7 +253,6 @@ class EngineProcess:
             if text:
                 self._lines.append(text)
                 sys.stderr.write(text + "\n")
-        return await self._process.wait()
 
     def _signal_group(self, number: signal.Signals) -> None:
         try:
@@ -260,6 +301,24 @@ def kill(process: ProcessIdentity, number: signal.Signals) -> None:
             os.kill(process.pid, number)
     except (ProcessLookupError, PermissionError):
         pass
+
+
+async def _keeper_of(group: int) -> asyncio.subprocess.Process | None:
+    """Kills the process group once we are gone, however that came about. A child dies with its parent, but not the
+    children that it started: vLLM's engine core outlives its killed server and keeps the GPU."""
+    script = "trap '' TERM INT HUP USR1 USR2; read -r _; kill -s KILL -- \"-$1\""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", script, "serai-engine-keeper", str(group)),
+            stdin=asyncio.subprocess.PIPE,  # Closed when we end: nobody else has its other side.
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
+        )
+    except OSError as error:
+        log.warning("engine.no_keeper", error=error.strerror)
+        return None
 
 
 def _die_with_parent() -> None:

@@ -2,6 +2,8 @@
 
 An engine's processes carry a mark in their environment, which children inherit, whatever they do with sessions and
 process groups. It names the agent, so that engines of agents that are gone can be told from those of agents that live.
+Programs that write a title over their arguments wipe their environment too: vLLM's engine cores and workers do, which
+are the ones that hold the GPUs. They have the mark of the process that leads their session.
 """
 
 from __future__ import annotations
@@ -108,22 +110,44 @@ def pids() -> list[int]:
 
 
 def _marks() -> Iterator[tuple[ProcessIdentity, str]]:
-    wanted = f"{MARK}=".encode()
-    own = os.getuid()
+    by_session: dict[int, str] = {}
+    unmarked: list[tuple[int, int]] = []
     for pid in pids():
-        folder = _ROOT / str(pid)
-        try:
-            if pid == os.getpid() or folder.stat().st_uid != own:
-                continue
-            environment = (folder / "environ").read_bytes()
-        except OSError:
+        mark = _mark_of(pid)
+        if mark is None:
             continue
-        if wanted not in environment:
+        if not mark:
+            unmarked.append((pid, _session_of(pid)))
             continue
-        for entry in environment.split(b"\0"):
-            if entry.startswith(wanted) and (identity := identity_of(pid)) is not None:
-                yield identity, entry[len(wanted) :].decode(errors="replace")
-                break
+        if _session_of(pid) == pid:
+            by_session[pid] = mark
+        if (identity := identity_of(pid)) is not None:
+            yield identity, mark
+    for pid, session in unmarked:
+        if session in by_session and (identity := identity_of(pid)) is not None:
+            yield identity, by_session[session]
+
+
+def _mark_of(pid: int) -> str | None:
+    """Empty when it has none; None when it is not our user's, or ourselves."""
+    folder = _ROOT / str(pid)
+    try:
+        if pid == os.getpid() or folder.stat().st_uid != os.getuid():
+            return None
+        environment = (folder / "environ").read_bytes()
+    except OSError:
+        return None
+    wanted = f"{MARK}=".encode()
+    found = next((entry for entry in environment.split(b"\0") if entry.startswith(wanted)), b"")
+    return found[len(wanted) :].decode(errors="replace")
+
+
+def _session_of(pid: int) -> int:
+    """0 when it has ended."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
 
 
 def _here() -> str:
