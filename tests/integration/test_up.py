@@ -99,7 +99,7 @@ def test_an_engine_that_cannot_start_is_told_with_the_end_of_its_log(tmp_path: P
     flags = ["--port", str(free_port()), "--state", str(tmp_path), "--engine-args", "--fault refuse-start"]
     ran = subprocess.run([*UP, *flags], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 1
-    assert "agent-0 ended with exit code 1 while starting; the end of" in ran.stderr
+    assert "agent-0 ended with exit code 2 while starting; the end of" in ran.stderr
     assert "out of memory" in ran.stderr.lower()
 
 
@@ -133,23 +133,24 @@ def free_ports(count: int) -> list[int]:
                 return [first + n for n in range(count)]
 
 
-def test_services_alone_wait_for_agents_from_elsewhere(tmp_path: Path) -> None:
+def test_services_alone_wait_for_agents_from_elsewhere_who_outlive_them(tmp_path: Path) -> None:
     port = free_port()
-    with up(tmp_path, "--agents", "0", "--nats-bind", f"0.0.0.0:{port}") as (_, facts):
-        assert set(facts["pids"]) == {"nats", "registry", "ingress", "ledger"}
-        assert facts["sites"][0]["nats_url"] == f"nats://127.0.0.1:{port}"
-        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", "m"]
-        key = str(tmp_path / "nats" / "agent.nk")
-        nats = ["--nats-url", f"nats://{socket.gethostbyname(socket.gethostname())}:{port}", "--nats-nkey-file", key]
-        agent = subprocess.Popen([*UP[:3], "agent", *nats, "--model", "m", "--", *engine])
-        try:
-            headers = {"Authorization": f"Bearer {facts['key']}"}
-            wait_for(
-                lambda: httpx2.get(f"{facts['url']}/v1/models", headers=headers).json()["data"], "the model is listed"
-            )
-            wait_for(lambda: ask(facts | {"model": "m"}).status_code == 200, "it answers")
-        finally:
-            agent.terminate()
+    flags = ("--agents", "0", "--nats-bind", f"0.0.0.0:{port}")
+    engine = [sys.executable, "-m", "serai.engine_emulator", "--model", "m"]
+    there = f"nats://{socket.gethostbyname(socket.gethostname())}:{port}"
+    nats = ["--nats-url", there, "--nats-nkey-file", str(tmp_path / "nats" / "agent.nk")]
+    agent: subprocess.Popen[bytes] | None = None
+    try:
+        for _ in range(2):
+            with up(tmp_path, *flags) as (_, facts):
+                assert set(facts["pids"]) == {"nats", "registry", "ingress", "ledger"}
+                assert facts["sites"][0]["nats_url"] == f"nats://127.0.0.1:{port}"
+                agent = agent or subprocess.Popen([*UP[:3], "agent", *nats, "--model", "m", "--", *engine])
+                wait_for(lambda: ask(facts | {"model": "m"}).status_code == 200, "it answers")
+                assert agent.poll() is None
+    finally:
+        if agent is not None:
+            agent.kill()
             agent.wait(30)
 
 
