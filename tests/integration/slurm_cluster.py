@@ -183,7 +183,7 @@ class SlurmCluster:
     def find_node(self, node: str) -> None:
         """The lost one is back."""
         self._daemon("slurmd", "-D", "-N", node, name=f"slurmd-{node}")
-        self._wait(lambda: self._idle_nodes() == len(self.nodes), "the node is idle again")
+        self._wait(lambda: "State=IDLE " in self.command("scontrol", "-o", "show", "node", node), "the node is back")
 
     def kill_job(self, job_id: str) -> None:
         """SIGKILL for all its processes, and for the daemon of Slurm's that watches them first."""
