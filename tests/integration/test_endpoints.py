@@ -48,7 +48,7 @@ def test_a_real_engines_endpoints_are_found_and_speak_their_own_words(small_syst
 
         messages = {"model": "other", "max_tokens": 4, "messages": CHAT["messages"]}
         whole = client.post("/v1/messages", json=messages)
-        assert (whole.json()["type"], whole.json()["model"]) == ("message", MODEL)
+        assert (whole.json()["type"], whole.json()["model"]) == ("message", "other")
         assert client.post("/v1/messages/count_tokens", json=messages).json()["input_tokens"] > 0
         streamed = client.post("/v1/messages", json=messages | {"stream": True}).text
         assert streamed.startswith("event: message_start\n")

@@ -11,7 +11,7 @@ import pytest
 
 from serai.ingress.access import Access
 from serai.ingress.admission import Admission
-from serai.ingress.call import Call
+from serai.ingress.call import Call, Outcome
 from serai.ingress.caller import Caller
 from serai.ingress.choosing import Wish
 from serai.ingress.configuration import Configuration, Project
@@ -181,6 +181,19 @@ def test_a_full_queue_and_a_time_that_is_over_are_told_apart() -> None:
         await holding.__aexit__(None, None, None)
 
     run(main, concurrency_max=1)
+
+
+@pytest.mark.parametrize(("outcome", "is_known"), [(Outcome.COMPLETE, True), (Outcome.TRUNCATED, False)])
+def test_only_whole_answers_say_how_long_one_takes(outcome: Outcome, is_known: bool) -> None:
+    async def main(desk: Desk) -> None:
+        call = call_of()
+        async with desk.admission.admitted(call):
+            call.outcome = outcome
+        turns = desk.admission.turns.get("m")
+        assert turns is not None
+        assert (turns.queue.duration_s is not None) is is_known
+
+    run(main)
 
 
 def test_a_known_model_without_a_session_is_waited_for_and_an_unknown_one_is_not() -> None:

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 
 from serai.ingress import metrics
-from serai.ingress.call import Call
+from serai.ingress.call import Call, Outcome
 from serai.ingress.choosing import Chooser
 from serai.ingress.configuration import Configuration, Period
 from serai.ingress.limits import Limiter, Limits, Need, Price, Refused, Reservation
@@ -253,7 +253,8 @@ class Turn:
     ) -> None:
         call = self._call
         prompt, output = _used(call, error)
-        self._leave(prompt, output, served=kind is None)
+        # What broke off, or was an engine's error, says nothing of how long answers take.
+        self._leave(prompt, output, served=kind is None and call.outcome is Outcome.COMPLETE)
         if self._reservation is not None:
             price = self._admission.price(call)
             self._reservation.settle(Need(prompt + output, price.cost_micros(prompt, output)))
