@@ -28,7 +28,8 @@ async def look(site: Site, see: Callable[[Reader], Awaitable[_T]]) -> _T | Unkno
     except TimeoutError:
         return Unknown(f"NATS at {site.nats.tools_url or site.nats.url} has not answered within {TIMEOUT_S:g} s")
     except (Failed, BusError, ValueError) as error:
-        return Unknown(" ".join(str(error).split()))
+        told = str(error).replace("--nats-url", "`url` below `nats` in the site file")
+        return Unknown(" ".join(told.split()))
 
 
 def _reader_settings(site: Site) -> ReaderSettings:

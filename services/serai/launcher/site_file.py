@@ -44,7 +44,8 @@ def read_site(path: Path) -> Site:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise BadInput(str(path), f"cannot be read ({error.strerror})", "give a site file with --site") from error
+        remedy = "give a site file with --site, or copy deploy/slurm/site.example.yaml there and change it"
+        raise BadInput(str(path), f"cannot be read ({error.strerror})", remedy) from error
     if len(data) > FILE_BYTES_MAX:
         raise BadInput(str(path), f"has more than {FILE_BYTES_MAX} bytes", "is it a site file?")
     try:
