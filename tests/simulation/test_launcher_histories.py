@@ -21,22 +21,22 @@ def steady_queue(source: random.Random) -> float:
     return source.uniform(0, 280)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_slot_is_never_without_a_session_while_the_queue_is_shorter_than_expected(seed: int) -> None:
     count = 1 + seed % 4
-    world = World(seed, deployment(count), steady_queue).run(hours=30)
+    world = World(seed, deployment(count), steady_queue).run(hours=20)
     assert world.broken == []
     assert world.unserved_s == {}
     assert len(world.last_served_s) == count
-    assert len(world.submissions) >= 7 * count
+    assert len(world.submissions) >= 5 * count
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_h08_births_never_meet_after_the_first_cycle(seed: int) -> None:
     count = 2 + seed % 4
-    world = World(seed, deployment(count), steady_queue).run(hours=40)
+    world = World(seed, deployment(count), steady_queue).run(hours=25)
     later = [at_s for at_s, _, verdict in world.submissions if verdict == "successor"]
-    assert len(later) > 8 * count
+    assert len(later) >= 5 * count
     assert all(b - a >= 60 for a, b in pairwise(sorted(later)))
     assert Counter(verdict for _, _, verdict in world.submissions)["birth"] == count
 

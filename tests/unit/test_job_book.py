@@ -275,7 +275,8 @@ def test_h14_a_launcher_that_starts_anew_knows_what_was_begun() -> None:
 def test_h14_jobs_are_known_by_their_names_when_all_state_is_lost() -> None:
     story = Story()
     stranger = JobName.for_model("m", "abcd1234")
-    story.answer(job(name(1, 6)), job(stranger, number="9"), job(name(0, 2), JobState.COMPLETED, "8"))
+    events = story.answer(job(name(1, 6)), job(stranger, number="9"), job(name(0, 2), JobState.COMPLETED, "8"))
+    assert [type(event) for event in events] == [Started], "what was over before says nothing of now"
     assert [(run.slot.number, run.generation) for run in story.book.runs] == [(1, 6)]
     assert story.book.foreign == (str(stranger),)
     assert story.book.next_generation(Slot("chat", 1)) == 7
