@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serai.launcher.deployments import Deployment, picture_of
 from serai.launcher.job_book import BookRules, Ended, Event, JobBook, Requeued, SeenSession, Served, Started
 from serai.launcher.jobs import JobId, JobName, Jobs, JobState, ObservedJob, RefusalKind, Refused, Unknown
 from serai.launcher.slots import Slot, SlotNames, slot_name
@@ -315,3 +316,26 @@ def test_a_job_name_says_which_slot_it_fills() -> None:
     assert SlotNames("lugano", ["chat"]).read(str(name())) is None
     assert NAMES.read("serai.m.abcd1234") is None
     assert NAMES.read("bash") is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "estimate_s", "expected_s"),
+    [
+        pytest.param([], 0.0, 600.0, id="the site file's word"),
+        pytest.param([], 1000.0, 1000.0, id="a longer estimate"),
+        pytest.param([], 90_000.0, 2400.0, id="one that cannot be believed"),
+        pytest.param([10.0] * 4, 0.0, 600.0, id="too few to know better"),
+        pytest.param([10.0] * 5, 0.0, 10.0, id="enough"),
+        pytest.param([10.0] * 5, 90_000.0, 1200.0, id="enough, and an estimate"),
+        pytest.param([10.0] * 18 + [5000.0] * 2, 0.0, 10.0, id="nine in ten"),
+        pytest.param([10.0] * 17 + [5000.0] * 3, 0.0, 5000.0, id="not nine in ten"),
+        pytest.param([9000.0] * 40 + [10.0] * 32, 0.0, 10.0, id="what was long ago is forgotten"),
+    ],
+)
+def test_h08_how_long_a_queue_is(seen: list[float], estimate_s: float, expected_s: float) -> None:
+    book = Story().book
+    for wait_s in seen:
+        book.waits("chat").add(wait_s)
+    deployment = Deployment(name="chat", model="m", queue_wait_s=600.0)
+    (wanted,) = picture_of(book, [deployment], 0.0, estimates_s={"chat": estimate_s}).wanted
+    assert wanted.wait_s == expected_s

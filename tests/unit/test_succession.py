@@ -100,6 +100,7 @@ SUBMITS = ["submit chat/0"]
         pytest.param([run(1, ends_at_s=None)], [], "holds", id="a job without an end needs none"),
         pytest.param([run(1, left_s=900), loading(2)], [], "holds", id="H06 loading is not serving: nothing drains"),
         pytest.param([run(1, left_s=900), run(2)], ["drain s0-1"], "holds", id="H06 drained when the new one serves"),
+        pytest.param([run(1, left_s=14_401), run(2)], [], "holds", id="not while more than half of its time is left"),
         pytest.param(
             [run(1, left_s=900), run(2, served_at_s=NOW - 1)], [], "holds", id="H06 … and has served for a moment"
         ),

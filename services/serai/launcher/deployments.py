@@ -9,6 +9,10 @@ from hashlib import sha256
 from serai.launcher.job_book import JobBook
 from serai.launcher.succession import Picture, Wanted
 
+ESTIMATE_FACTOR, ESTIMATE_FLOOR_S = 4.0, 300.0
+"""Batch systems estimate as if every job took all its time. So an estimate lengthens what is expected, at most by this
+factor, or to this factor times so many seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
@@ -58,6 +62,7 @@ def picture_of(
 
 def _wanted(deployment: Deployment, book: JobBook, now: float, estimate_s: float) -> Wanted:
     name = deployment.name
+    wait_s = book.waits(name).expected_s(deployment.queue_wait_s)
     load_s = book.loads(name).expected_s(deployment.load_s)
     active_at_s = book.active_at_s.get(name)
     return Wanted(
@@ -65,7 +70,7 @@ def _wanted(deployment: Deployment, book: JobBook, now: float, estimate_s: float
         model=deployment.model,
         count=deployment.count,
         time_limit_s=deployment.time_limit_s,
-        wait_s=max(book.waits(name).expected_s(deployment.queue_wait_s), estimate_s),
+        wait_s=max(wait_s, min(estimate_s, ESTIMATE_FACTOR * max(wait_s, ESTIMATE_FLOOR_S))),
         load_s=load_s,
         leaves_s=deployment.leaves_s,
         load_s_max=deployment.load_s_max or 600.0 + 4 * load_s,

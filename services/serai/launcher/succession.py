@@ -307,9 +307,15 @@ class _Slot:
         successor = self.successor
         if successor is None:
             return []
-        older = self.runs[: self.runs.index(successor)]
+        older = [run for run in self.runs[: self.runs.index(successor)] if not self._young(run)]
         why = f"job {successor.id} of generation {successor.generation} serves in its place"
         return [one for run in older for one in self._drain(run, why)]
+
+    def _young(self, run: Run) -> bool:
+        """More than half of its time is left: a queue that was feared to be long was short. Both serve then, or models
+        would be loaded again and again, for minutes each."""
+        remaining_s = run.remaining_s(self.now)
+        return remaining_s is not None and remaining_s > (run.time_limit_s or self.wanted.time_limit_s) / 2
 
     def _drain(self, run: Run, why: str) -> list[Drain]:
         remaining_s = run.remaining_s(self.now)
