@@ -134,18 +134,16 @@ def test_h10_a_job_starts_before_the_maintenance(operator: Operator, cluster: Sl
         cluster.command("scontrol", "delete", "reservationname=maint")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_refusals_of_slurm_are_explained(operator: Operator) -> None:
+    resources = "compare GPUs, CPUs, memory and nodes"
+    for words, told in (
         (("--partition", "gone"), "change `partition` in the site file or give --partition"),
-        (("--gpu", "a100", "--sbatch=--gres=gpu:v100:1"), "compare GPUs, CPUs, memory and nodes"),
-        (("--memory", "900G"), "compare GPUs, CPUs, memory and nodes"),
-        (("--constraint", "none"), "compare GPUs, CPUs, memory and nodes"),
+        (("--sbatch=--gres=gpu:v100:1",), resources),
+        (("--memory", "900G"), resources),
+        (("--constraint", "none"), resources),
         (("--sbatch=--bogus",), "look at the script with --dry-run"),
-    ],
-)
-def test_refusals_of_slurm_are_explained(operator: Operator, words: tuple[str, ...], told: str) -> None:
-    code, out, err = operator.serai("submit", "--model", "m", *words)
-    assert (code, out) == (1, ""), err
-    assert "Slurm refused the job: " in err
-    assert told in err
+    ):
+        code, out, err = operator.serai("submit", "--model", "m", *words)
+        assert (code, out) == (1, ""), err
+        assert "Slurm refused the job: " in err
+        assert told in err

@@ -114,11 +114,8 @@ def wait_until(there: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_h15_the_queue_is_asked_seldom_and_by_one_at_a_time(bench: Bench) -> None:
-    bench.put(
-        "squeue",
-        f"mkdir '{bench.folder}/busy' || echo clash >&2; echo '{HEADING}'; sleep 0.1; rmdir '{bench.folder}/busy'",
-    )
+def test_h15_the_queue_is_asked_seldom_whoever_asks(bench: Bench) -> None:
+    bench.put("squeue", f"echo '{HEADING}'")
 
     async def follow() -> None:
         slurm = bench.slurm(query_every_s=30)
