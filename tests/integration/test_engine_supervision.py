@@ -16,6 +16,8 @@ import pytest
 
 from integration.system import Process, System, wait_for
 from integration.test_hanging_engines import engine_of
+from serai.cli.up import small_model
+from unit.test_engine_surroundings import listening_child
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -24,6 +26,10 @@ import http.server, json, os, sys, time
 WHAT = json.loads(sys.argv[1])
 port = int(sys.argv[2])
 time.sleep(WHAT.get("late_s", 0))
+if "load" in WHAT:
+    with open(WHAT["load"], "rb") as weights:
+        while weights.read(8 << 20):
+            time.sleep(0.4)
 if "exit" in WHAT:
     print("this is what the engine said", flush=True)
     sys.exit(WHAT["exit"])
@@ -48,6 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         print("asked", self.path, flush=True)
         self.answer(200 if self.path in WHAT.get("paths", ["/v1/completions"]) else 404, {"choices": []})
 
+http.server.ThreadingHTTPServer.allow_reuse_port = WHAT.get("reuse_port", False)
 http.server.ThreadingHTTPServer(("127.0.0.1", WHAT.get("port", port)), Handler).serve_forever()
 """
 
@@ -56,7 +63,7 @@ def fake_agent(system: System, *flags: str, environment: dict[str, str] | None =
     """An agent around a small engine of its own kind; `what` says how it behaves."""
     script = system.folder / "fake_engine.py"
     script.write_text(FAKE)
-    engine = [sys.executable, str(script), json.dumps(what), "{port}"]
+    engine = [sys.executable, str(script), json.dumps(what), "{port}", "--model", str(what.get("load", "m"))]
     return system.service("agent", "--model", "m", *flags, "--", *engine, environment=environment)
 
 
@@ -125,7 +132,7 @@ def test_an_engine_at_another_port_is_told_by_that_port(small_system: System) ->
 def test_h21_a_port_that_a_stranger_takes_is_not_talked_to(small_system: System) -> None:
     """Its engine binds late, and somebody is quicker: it gets not one request, and the engine another port."""
     agent = fake_agent(small_system, late_s=1.5)
-    port = int(wait_for(lambda: re.findall(r"\b(\d{5})\W*\]", plain(agent)), "the engine starts")[0])
+    port = int(wait_for(lambda: re.findall(r"\b(\d{5})\W+--model", plain(agent)), "the engine starts")[0])
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         stranger.bind(("127.0.0.1", port))
@@ -229,3 +236,41 @@ def test_what_an_engine_is_can_be_demanded(small_system: System) -> None:
         assert asked("engine=vllm>=0.25, engine_version=0.25.1") == 200
         assert asked("engine=vllm>=0.26") == 503
         assert asked("quantization=fp8") == 503  # Nobody says so; unknown does not fit.
+
+
+def test_h34_a_slow_load_is_shown_with_its_share(small_system: System) -> None:
+    weights = small_system.folder / "weights"
+    with weights.open("wb") as file:
+        file.truncate(160 << 20)
+    fake_agent(small_system, load=str(weights))
+
+    def loading() -> dict[str, object] | None:
+        return next((row for row in listed(small_system) if row["loading_progress"]), None)
+
+    row = wait_for(loading, "it loads")
+    assert (row["state"], row["loading_phase"]) == ("loading", "load")
+    assert 0 < row["loading_progress"] < 1
+    assert re.search(r"its lifecycle is JOIN \(load \d+%\)", str(row["why_not_routed"]))
+    small_system.wait_for_sessions(1, timeout_s=60)
+    (row,) = listed(small_system)
+    assert (row["loading_phase"], row["loading_progress"]) == ("", None)
+
+
+def test_h24_a_real_engine_is_known_by_its_port_and_comes_back(small_system: System) -> None:
+    engine = [sys.executable, "-m", "serai.worker_agent.engine.llamacpp_server", "--model-file", str(small_model())]
+    agent = small_system.service("agent", "--model", "m", "--", *engine, "--alias", "m", "--threads", "2")
+    small_system.wait_for_sessions(1, timeout_s=60)
+    (row,) = listed(small_system)
+    assert (row["engine"], row["quantization"]) == ("llamacpp", "q4_1")
+    os.kill(engine_of(agent), signal.SIGKILL)
+    wait_for(lambda: agent.log.count("agent.serving") == 2, "it serves again", 60)
+
+
+def test_h21_a_stranger_beside_our_engine_on_its_own_port_is_noticed(small_system: System) -> None:
+    """Both share the port (SO_REUSEPORT), and the kernel deals requests out between them."""
+    agent = fake_agent(small_system, reuse_port=True)
+    wait_for(lambda: "agent.serving" in agent.log, "it serves")
+    port = int(re.findall(r"\b(\d{5})\W+--model", plain(agent))[0])
+    with listening_child(port):
+        wait_for(lambda: agent.log.count("agent.serving") == 2, "it serves at another port")
+    assert "beside or instead of our engine" in agent.log

@@ -128,9 +128,11 @@ def listening_child(port: int) -> Iterator[int]:
     child = subprocess.Popen([sys.executable, "-c", LISTENER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with child:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"listens\n"
-        yield child.pid
-        child.kill()
+        try:
+            assert child.stdout.readline() == b"listens\n"
+            yield child.pid
+        finally:
+            child.kill()
 
 
 def test_h21_a_stranger_that_shares_the_port_with_our_engine_is_seen() -> None:
@@ -195,8 +197,10 @@ def test_h23_the_interface_is_named_and_never_guessed() -> None:
 @contextmanager
 def sleeper(mark: str) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], MARK: mark}) as child:
-        yield child
-        child.kill()
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def test_h40_engines_whose_agent_is_gone_are_ended_and_no_others() -> None:
@@ -257,8 +261,11 @@ def test_an_orphan_that_ignores_the_request_is_killed(monkeypatch: pytest.Monkey
     with subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        asyncio.run(end_left_over())
-        assert child.wait(5) == -signal.SIGKILL
+        try:
+            asyncio.run(end_left_over())
+            assert child.wait(5) == -signal.SIGKILL
+        finally:
+            child.kill()
 
 
 def test_a_process_is_known_by_number_and_start() -> None:
