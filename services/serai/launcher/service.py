@@ -40,6 +40,7 @@ DRAIN_TIMEOUT_S = 3.0
 DRAIN_AGAIN_S = 10.0
 ENDED_TIMEOUT_S = 3.0
 ESTIMATE_EVERY_S = 900.0
+OTHERS_SAID_MAX = 20
 STALE_ANSWERS = 3
 """So many answers of the batch system may be missing before what it said last is too old to act on."""
 STALE_MARGIN_S = 30.0
@@ -137,7 +138,11 @@ class Launcher:
             if isinstance(answer, Unknown):
                 metrics.UNKNOWN.inc()
                 log.warning("launcher.unknown", reason=answer.reason, effect="nothing is done")
+            foreign = self.book.foreign
             await self._note(self.book.hear_jobs(answer, now))
+            if self.book.foreign != foreign:
+                effect = "of no deployment of the site file: left alone"
+                log.info("launcher.other_jobs", names=list(self.book.foreign)[:OTHERS_SAID_MAX], effect=effect)
             self._wake.set()
             await asyncio.sleep(self._query_every_s)
 
