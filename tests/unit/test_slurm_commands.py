@@ -246,3 +246,21 @@ def test_the_names_of_nodes_are_told_apart_from_banners(bench: Bench) -> None:
         assert "sinfo" in reason(await slurm.nodes())
 
     asyncio.run(follow())
+
+
+def test_over_ssh_the_shell_at_the_other_end_reads_what_was_meant(bench: Bench) -> None:
+    bench.put("ssh", 'echo "*** login1 ***"; cd /; exec bash -c "${@: -1}"')
+    bench.put("squeue", f"echo '{HEADING}'; echo '{RUNNING}'")
+    bench.put("sbatch", "cat > /dev/null; echo 12")
+
+    async def follow() -> None:
+        slurm = SlurmCommands(CommandSettings(prefix=("ssh", "-o", "BatchMode=yes", "login1")))
+        jobs = await slurm.jobs()
+        assert isinstance(jobs, Jobs)
+        assert len(jobs.jobs) == 1
+        option = "--dependency=after:1+5?afterany:1"
+        assert await slurm.submit("#!/bin/bash\n", [option]) == JobId("", "12")
+
+    asyncio.run(follow())
+    assert bench.asked("squeue")[0].endswith("|%N|%j|%r")
+    assert bench.asked("sbatch") == ["--parsable --dependency=after:1+5?afterany:1"]

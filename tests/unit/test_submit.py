@@ -245,21 +245,22 @@ def test_jobs_are_listed_in_plain_words(login: Login) -> None:
             "SERAI|9|9|ann|100|COMPLETING|gpu|8:00:00|INVALID|200|n2|serai.m.cdef|None",
             "SERAI|5|5|ann|100|RUNNING|gpu|8:00:00|1:00|200|n3|other|None",
             "SERAI|6|6|ann|100|FAILED|gpu|8:00:00|1:00|200|n3|serai.m.dcba|NonZeroExitCode",
+            "SERAI|4|4|ann|100|RUNNING|gpu|8:00:00|1:00|200|n3|serai-agent|None",
         ),
     )
     code, out, err = login.serai("jobs")
     lines = out.splitlines()
     assert code == 0
-    assert [line.split()[0] for line in lines] == ["JOB", "7", "8", "9"]
+    assert [line.split()[0] for line in lines] == ["JOB", "7", "8", "9", "4"]
     assert lines[1].split()[1:6] == ["m", "running", "7:30:00", "gpu", "n1"]
     assert "it is next, and waits for free nodes; expected in 2:00:00" in lines[2]
     assert lines[3].split()[2:4] == ["completing", "–"]
     assert "tools_nkey_file" in err
     _, out, _ = login.serai("jobs", "--all")
-    assert len(out.splitlines()) == 6
+    assert len(out.splitlines()) == 7
     _, out, _ = login.serai("jobs", "--json")
     told = json.loads(out)
-    assert [job["slurm_state"] for job in told["jobs"]] == ["RUNNING", "PENDING", "COMPLETING"]
+    assert [job["slurm_state"] for job in told["jobs"]] == ["RUNNING", "PENDING", "COMPLETING", "RUNNING"]
     assert told["slurm"] == {"answered": True, "problem": ""}
     assert told["jobs"][1]["starts_at_s"] == soon
 
@@ -281,4 +282,4 @@ def test_h01_an_empty_answer_is_not_an_empty_queue(login: Login) -> None:
     login.put("squeue", queue())
     code, _, err = login.serai("jobs")
     assert code == 0
-    assert "no jobs of `serai submit` in the queue" in err
+    assert "no jobs with agents in the queue" in err

@@ -1,5 +1,5 @@
-"""Lists the Slurm jobs of `serai submit` and of the launcher: their state, why they wait in plain words, when they are
-expected to start, and beside each what the registry says of its session.
+"""Lists the Slurm jobs of `serai submit`, of the launcher and of `agent.sbatch`: their state, why they wait in plain
+words, when they are expected to start, and beside each what the registry says of its session.
 
 Works when Slurm does not answer, or the registry does not: it says so, and shows what the other one knows. Exit codes:
 0 both were asked or nothing more could be, 1 Slurm did not answer, 2 wrong usage.
@@ -29,6 +29,8 @@ from serai.runtime.slurm_time import duration_text
 from serai.runtime.telemetry import set_up_logs
 
 DONE, NO_ANSWER = 0, 1
+BY_HAND = "serai-agent"
+"""The name that `agent.sbatch` gives its job."""
 _HEADS = ("JOB", "MODEL", "STATE", "LEFT", "PARTITION", "NODES", "SESSION", "WHY, OR WHEN")
 
 
@@ -92,7 +94,11 @@ async def _seen(reader: Reader) -> list[SeenSession]:
 
 
 def _show(view: View, arguments: argparse.Namespace) -> None:
-    jobs = [] if isinstance(view.jobs, Unknown) else [job for job in view.jobs.jobs if arguments.all or _current(job)]
+    jobs = (
+        []
+        if isinstance(view.jobs, Unknown)
+        else [job for job in view.jobs.jobs if arguments.all or _current(job, view)]
+    )
     if arguments.json:
         print(orjson.dumps(_json(view, jobs)).decode(), flush=True)
         return
@@ -106,13 +112,20 @@ def _show(view: View, arguments: argparse.Namespace) -> None:
     if isinstance(view.jobs, Unknown):
         _say(f"Slurm does not tell: {view.jobs.reason}; what runs goes on. Shown is what the registry knows")
     elif not rows:
-        _say("no jobs of `serai submit` in the queue" + ("" if arguments.all else "; --all shows all of yours"))
+        _say("no jobs with agents in the queue" + ("" if arguments.all else "; --all shows all of yours"))
     if isinstance(view.sessions, Unknown):
         _say(f"sessions are not known: {view.sessions.reason}")
 
 
-def _current(job: ObservedJob) -> bool:
-    return job.ours is not None and not job.state.over
+def _current(job: ObservedJob, view: View) -> bool:
+    """Also those that were submitted by hand."""
+    return not job.state.over and (job.ours is not None or job.name == BY_HAND or bool(view.sessions_of(job)))
+
+
+def _model(job: ObservedJob, view: View) -> str:
+    if job.ours is not None:
+        return job.ours.model
+    return next((one.model for one in view.sessions_of(job)), job.name)
 
 
 def _in_jobs(view: View) -> list[SeenSession]:
@@ -127,7 +140,7 @@ def _row(job: ObservedJob, view: View) -> tuple[str, ...]:
     gone = "left" if sessions else "–"
     return (
         str(job.id),
-        job.ours.model if job.ours else job.name,
+        _model(job, view),
         str(job.state) if job.state is not JobState.UNKNOWN else job.word,
         "–" if job.time_left_s is None else duration_text(job.time_left_s),
         job.partition,
