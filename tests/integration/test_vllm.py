@@ -54,10 +54,10 @@ TOOL: Any = {
 def start_agent(system: System, *, wait: bool = True) -> Process:
     """As an operator writes it. float32: many CPUs compute nothing else fast."""
     command = [str(VLLM), "serve", str(MODEL_FOLDER), "--served-model-name", MODEL, "--dtype", "float32"]
-    limits = ["--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager", "--shutdown-timeout", "60"]
+    limits = ["--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager"]
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     # A CPU reads prompts a hundred times slower than what is assumed of vLLM.
-    flags = ["--model", MODEL, "--prefill-s-per-token", "0.1", "--engine-stop-s", "30"]
+    flags = ["--model", MODEL, "--prefill-s-per-token", "0.1", "--engine-stop-s", "30", "--drain-s", "120"]
     agent = system.service("agent", *flags, "--", *command, *limits, *tools, environment=ENVIRONMENT)
     if wait:
         wait_until_serving(agent)
@@ -265,15 +265,13 @@ def alive(pids: set[int]) -> set[int]:
     return {pid for pid, state in states.items() if state != "Z"}
 
 
-def test_a_job_told_to_end_lets_its_streams_finish(serving: Serving, sdk: openai.OpenAI) -> None:
-    """Batch systems send SIGTERM to all processes of a job at once; vLLM waits for what runs when it was told to
-    (--shutdown-timeout)."""
+def test_an_agent_told_to_end_lets_its_streams_finish(serving: Serving, sdk: openai.OpenAI) -> None:
+    """Told to the agent alone: vLLM's workers end at once when they get a SIGTERM (docs/engines.md)."""
     processes = descendants(serving.agent.popen.pid)
     assert len(processes) >= 2, "an API server and an engine core"
-    stream = sdk.chat.completions.create(model=MODEL, messages=QUESTION, stream=True, max_tokens=40, temperature=0)
+    stream = sdk.chat.completions.create(model=MODEL, messages=QUESTION, stream=True, max_tokens=24, temperature=0)
     chunks = [next(iter(stream))]
-    for pid in {serving.agent.popen.pid} | processes:
-        os.kill(pid, signal.SIGTERM)
+    serving.agent.popen.terminate()
     chunks += list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
     assert serving.agent.popen.wait(120) == 0, serving.agent.log[-4000:]
