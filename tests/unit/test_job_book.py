@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from serai.launcher.deployments import Deployment, picture_of
-from serai.launcher.job_book import BookRules, Ended, Event, JobBook, Requeued, SeenSession, Served, Started
+from serai.launcher.job_book import BookRules, JobBook
 from serai.launcher.jobs import JobId, JobName, Jobs, JobState, ObservedJob, RefusalKind, Refused, Unknown
+from serai.launcher.runs import Ended, Event, Requeued, SeenSession, Served, Started
 from serai.launcher.slots import Slot, SlotNames, slot_name
 from serai.launcher.trouble import BACK_OFF_MAX_S
 from serai.runtime.session_state import SessionState

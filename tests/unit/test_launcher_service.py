@@ -16,7 +16,6 @@ from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord
 from serai.contracts.registry import AllocationEnded
 from serai.contracts.subjects import DRAIN, ENDED
 from serai.launcher.deployments import Deployment
-from serai.launcher.job_book import SeenSession
 from serai.launcher.jobs import (
     Cancelled,
     ExpectedStart,
@@ -28,6 +27,7 @@ from serai.launcher.jobs import (
     Refused,
     Unknown,
 )
+from serai.launcher.runs import SeenSession
 from serai.launcher.service import Launcher
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot

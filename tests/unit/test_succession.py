@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serai.launcher.job_book import Run, SeenSession
 from serai.launcher.jobs import JobId, JobState
+from serai.launcher.runs import Run, SeenSession
 from serai.launcher.slots import Slot
 from serai.launcher.succession import Picture, Plan, Rules, Wanted, plan
 from serai.launcher.trouble import Trouble

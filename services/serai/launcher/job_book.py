@@ -14,20 +14,10 @@ from dataclasses import dataclass, replace
 from serai.contracts.launcher import KeptRun, KeptTrouble, LauncherState
 from serai.launcher.jobs import JobId, JobName, Jobs, JobState, ObservedJob, Refused, Unknown
 from serai.launcher.learned import Durations
+from serai.launcher.runs import HAS_NODES, Ended, Event, Requeued, Run, SeenSession, Served, Started
 from serai.launcher.slots import Slot, SlotNames
 from serai.launcher.trouble import FAILED, Trouble, after_failure, after_refusal
 from serai.runtime.session_state import SessionState
-
-_ALIVE = frozenset(
-    {
-        SessionState.SERVING,
-        SessionState.LOADING,
-        SessionState.QUEUED,
-        SessionState.DRAINING,
-        SessionState.STALLED,
-    }
-)
-_HAS_NODES = frozenset({JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,137 +40,6 @@ class BookRules:
 
 
 BRAKE_FROM_JOBS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenSession:
-    """One session as the registry copy tells it."""
-
-    session: str
-    allocation: str
-    state: SessionState
-    in_flight: int | None = None
-    """None = not heard."""
-    requests_total: int = 0
-    remaining_s: float | None = None
-    """Time left in its allocation; None = no end known."""
-
-    @property
-    def alive(self) -> bool:
-        return self.state in _ALIVE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One job of a slot. Times are of the launcher's own monotonic clock."""
-
-    name: str
-    slot: Slot
-    generation: int
-    id: JobId | None = None
-    """None: submitted, and no number told yet."""
-    state: JobState | None = None
-    """None: the batch system has not shown it yet."""
-    why: str = ""
-    """Why it waits, in the batch system's words."""
-    allocation: str = ""
-    submitted_at_s: float
-    submission_seen: bool = False
-    """False: found, or restored; what it waited is not known."""
-    started_at_s: float | None = None
-    served_at_s: float | None = None
-    """When its first token was seen, since it started last."""
-    time_limit_s: float = 0.0
-    ends_at_s: float | None = None
-    absent: int = 0
-    """Answers in a row in which it was missing."""
-    sessions: tuple[SeenSession, ...] = ()
-    """All that are known and have not left."""
-    joined: bool = False
-    """A session of it has been alive, since it started last."""
-    silent_since_s: float | None = None
-    """No session of it is alive, though one was."""
-    left_since_s: float | None = None
-    """All its sessions have left, though its job goes on."""
-    draining_since_s: float | None = None
-    cancelled_at_s: float | None = None
-    dismissed: bool = False
-    """Cancelled because it is not needed: its end is no failure."""
-
-    @property
-    def live(self) -> tuple[SeenSession, ...]:
-        return tuple(one for one in self.sessions if one.alive)
-
-    @property
-    def serving(self) -> bool:
-        """A session of it takes requests."""
-        return any(one.state is SessionState.SERVING for one in self.sessions)
-
-    @property
-    def draining(self) -> bool:
-        """Its sessions take no more requests, and end."""
-        return bool(self.live) and all(one.state is SessionState.DRAINING for one in self.live)
-
-    @property
-    def started(self) -> bool:
-        return self.state in _HAS_NODES or self.state is JobState.COMPLETING or bool(self.live)
-
-    @property
-    def in_flight(self) -> int | None:
-        """Requests in it now; None when a session that may have some does not tell."""
-        if any(not one.alive and one.state is SessionState.SUSPECTED for one in self.sessions):
-            return None
-        counts = [one.in_flight for one in self.live]
-        return None if None in counts else sum(count or 0 for count in counts)
-
-    def remaining_s(self, now: float) -> float | None:
-        """By the batch system or by its sessions, whoever sees the end sooner."""
-        known = [one.remaining_s for one in self.live if one.remaining_s is not None]
-        if self.ends_at_s is not None:
-            known.append(self.ends_at_s - now)
-        return max(0.0, min(known)) if known else None
-
-    @property
-    def text(self) -> str:
-        """For people: number, state, and what its sessions are."""
-        number = str(self.id) if self.id else "no number yet"
-        state = "not seen yet" if self.state is None else str(self.state)
-        missing = f", missing from {self.absent} answer(s)" if self.absent else ""
-        sessions = f", {', '.join(sorted(str(one.state) for one in self.sessions))}" if self.sessions else ""
-        return f"{number} {state}{missing}{sessions} (generation {self.generation})"
-
-
-# -- what happened ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    run: Run
-    wait_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    run: Run
-    load_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Requeued:
-    """It waits again, under the same number: what it was is over, what comes is another session."""
-
-    run: Run
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    run: Run
-    state: JobState | None
-    """None: it was missing for so long that it must be over."""
-    failed: bool
-
-
-Event = Started | Served | Requeued | Ended
 
 
 class JobBook:
@@ -339,7 +198,7 @@ class JobBook:
             absent=0,
             time_limit_s=job.time_limit_s or run.time_limit_s,
         )
-        if job.state is JobState.PENDING and run.state in (*_HAS_NODES, JobState.COMPLETING):
+        if job.state is JobState.PENDING and run.state in (*HAS_NODES, JobState.COMPLETING):
             waiting = Run(name=run.name, slot=run.slot, generation=run.generation, submitted_at_s=at_s)
             now_run = replace(
                 waiting,
@@ -352,7 +211,7 @@ class JobBook:
                 dismissed=run.dismissed,
             )
             events.append(Requeued(run))
-        if job.state in _HAS_NODES:
+        if job.state in HAS_NODES:
             now_run = replace(now_run, ends_at_s=None if job.time_left_s is None else at_s + job.time_left_s)
             if run.started_at_s is None:
                 elapsed_s = (job.time_limit_s or 0.0) - (job.time_left_s or 0.0)

@@ -21,9 +21,10 @@ from serai.contracts.registry import AllocationEnded
 from serai.contracts.subjects import DRAIN, ENDED, LAUNCHER_EXPLAIN, LAUNCHER_WAKE, to_token
 from serai.launcher import metrics
 from serai.launcher.deployments import Deployment, picture_of
-from serai.launcher.job_book import Ended, Event, JobBook, Requeued, Run, SeenSession, Served, Started
+from serai.launcher.job_book import JobBook
 from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
 from serai.launcher.lease import Lease, StateKeys
+from serai.launcher.runs import Ended, Event, Requeued, Run, SeenSession, Served, Started
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot, SlotNames, slot_name
 from serai.launcher.succession import Cancel, Drain, Picture, Plan, Sleep, Submit, plan

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from serai.contracts.launcher import SlotWord
-from serai.launcher.job_book import BRAKE_FROM_JOBS, Run
+from serai.launcher.job_book import BRAKE_FROM_JOBS
 from serai.launcher.jobs import JobId, JobState
+from serai.launcher.runs import Run
 from serai.launcher.slots import Slot
 from serai.launcher.trouble import Trouble
 
