@@ -52,7 +52,8 @@ _CONTAINER_RUNTIMES = {
 _SHIELDED = "SLURM_JOB_ID" in os.environ
 """Slurm may send SIGTERM to all processes of a job at once (proctrack/linuxproc, SignalChildrenProcesses of
 cgroup.conf), and engines obey at once: streams would be cut before the agent can drain (H39). A signal that is blocked
-stays so whatever handlers the engine installs, so we end it by SIGINT, which engines take alike."""
+stays so whatever handlers the engine installs, so we end it by SIGINT, which engines take alike.
+Not for all: Python's resource_tracker, which vLLM starts, unblocks it again (docs/engines.md)."""
 _WITHOUT_SIGTERM = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     "os.execv(sys.argv[1], sys.argv[2:])"
