@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from serai.launcher.runs import SeenSession
 from serai.launcher.service import Launcher
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot
+from serai.launcher.slurm_answers import Reservation
 from serai.launcher.succession import Cancel, Drain, Plan, Sleep, Submit, plan
 from serai.runtime.bus import Message
 from serai.runtime.session_state import SessionState
@@ -63,6 +65,11 @@ class RecordingSlurm:
         self._note("cancel", job)
         return Cancelled()
 
+    reserved: tuple[Reservation, ...] = ()
+
+    async def reservations(self) -> tuple[Reservation, ...] | Unknown:
+        return self.reserved
+
     async def expected_start(self, script: str, options: Sequence[str] = ()) -> ExpectedStart | Refused | Unknown:
         return Unknown("not asked")
 
@@ -79,7 +86,7 @@ class Shell:
         settings = LauncherSettings(site_file=site_file, site="local")
         self.bus, self.keys = FakeBus(), Keys()
         self.slurm = RecordingSlurm(self.keys)
-        self.launcher = Launcher(settings, [CHAT], self.bus, self.slurm, self.keys, 30.0)
+        self.launcher = Launcher(settings, [CHAT], self.bus, self.slurm, self.keys, 30.0, calendar=self.slurm)
         asyncio.run(self.launcher.lease.beat())
 
     def act(self, **changes: Any) -> None:
@@ -107,6 +114,15 @@ def test_a_submission_is_kept_before_it_is_made(shell: Shell) -> None:
     assert [run.name for run in shell.slurm.kept[0].runs] == [name]
     (run,) = shell.launcher.book.runs
     assert (run.id, run.allocation) == (JobId("", "101"), "slurm-101")
+
+
+def test_h10_a_job_ends_before_a_maintenance(shell: Shell) -> None:
+    starts_at_s = int(time.time()) + 7200
+    shell.slurm.reserved = (Reservation("upgrade", starts_at_s, starts_at_s + 3600, True, True),)
+    shell.act(submit=(Submit(SLOT, 28_800.0, ""),))
+    ((_, (_, options)),) = shell.slurm.calls
+    assert options[1] < "--time=2:00:00"
+    assert 3600 < shell.launcher.book.runs[0].time_limit_s < 7200
 
 
 @pytest.mark.parametrize("away", [True, False])

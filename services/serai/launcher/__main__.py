@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _launcher(bus: NatsBus, settings: LauncherSettings, site: Site, deployments: list[Deployment]) -> Launcher:
     slurm = SlurmCommands(site.commands)
     keys = bus.bucket(LAUNCHERS_BUCKET)
-    return Launcher(settings, deployments, bus, slurm, keys, site.commands.query_every_s)
+    return Launcher(settings, deployments, bus, slurm, keys, site.commands.query_every_s, calendar=slurm)
 
 
 async def _self_test(bus: NatsBus, settings: LauncherSettings) -> None:

@@ -24,6 +24,7 @@ from serai.launcher.deployments import Deployment, picture_of
 from serai.launcher.job_book import JobBook
 from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
 from serai.launcher.lease import Lease, StateKeys
+from serai.launcher.maintenance import Calendar, fitted
 from serai.launcher.runs import Ended, Event, Requeued, Run, SeenSession, Served, Started
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot, SlotNames, slot_name
@@ -58,11 +59,13 @@ class Launcher:
         slurm: Slurm,
         keys: StateKeys,
         query_every_s: float,
+        calendar: Calendar | None = None,
     ) -> None:
         self._settings = settings
         self._deployments = {one.name: one for one in deployments}
         self._bus = bus
         self._slurm = slurm
+        self._calendar = calendar
         self._query_every_s = query_every_s
         self.copy = RegistryCopy(bus, settings.site)
         self.book = JobBook(
@@ -276,15 +279,16 @@ class Launcher:
 
     async def _submit(self, submit: Submit) -> None:
         deployment = self._deployments[submit.slot.deployment]
+        time_limit_s = await self._time_limit_s(submit, deployment)
         generation = self.book.next_generation(submit.slot)
         name = slot_name(self._settings.site, submit.slot, generation, deployment.model, secrets.token_hex(4))
-        self.book.submitting(name, submit.time_limit_s, time.monotonic())
+        self.book.submitting(name, time_limit_s, time.monotonic())
         if not await self.lease.beat():
             self.book.withdrawn(name)
             return
         options = [
             f"--job-name={name}",
-            f"--time={duration_text(submit.time_limit_s)}",
+            f"--time={duration_text(time_limit_s)}",
             f"--comment=serai {submit.slot} generation {generation}",
         ]
         answer = await self._slurm.submit(deployment.script, options)
@@ -294,12 +298,21 @@ class Launcher:
         self._log_submission(submit, str(name), generation, answer)
         await self.lease.beat()
 
+    async def _time_limit_s(self, submit: Submit, deployment: Deployment) -> float:
+        """Shorter, where a maintenance would keep such a job from starting before it."""
+        if self._calendar is None:
+            return submit.time_limit_s
+        fit = await fitted(self._calendar, lambda _: deployment.script, submit.time_limit_s, time.time())
+        if fit.note:
+            log.info("launcher.time_limit", slot=str(submit.slot), time_limit_s=fit.time_s, note=fit.note)
+        return fit.time_s
+
     def _log_submission(self, submit: Submit, name: str, generation: int, answer: JobId | Refused | Unknown) -> None:
         facts = {"slot": str(submit.slot), "generation": generation, "name": name, "why": submit.why}
         match answer:
             case JobId():
                 metrics.SUBMISSIONS.of("taken").add()
-                log.info("launcher.submitted", job=str(answer), time_limit_s=submit.time_limit_s, **facts)
+                log.info("launcher.submitted", job=str(answer), **facts)
             case Refused():
                 metrics.SUBMISSIONS.of(str(answer.kind)).add()
                 log.error("launcher.refused", kind=str(answer.kind), text=answer.text, remedy=answer.remedy, **facts)
