@@ -23,8 +23,9 @@ from serai.worker_agent.supervision import Cause, EngineEnd
 
 log = structlog.get_logger()
 
-LISTENER_EVERY_S = 5.0
-"""How often it is made sure that the engine, and nobody else, listens on its port."""
+LISTENER_EVERY_S = 10.0
+"""How often it is made sure that the engine, and nobody else, listens on its port: milliseconds in a thread, more on
+hosts with thousands of connections."""
 
 
 class EngineFailed(Exception):

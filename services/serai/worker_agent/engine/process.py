@@ -183,8 +183,8 @@ class EngineProcess:
         return replace(signs, gpu_bytes=self._gpu_bytes)
 
     async def listener(self) -> Listener:
-        """Who listens on its port; costs next to nothing while that does not change."""
-        listening = listening_on(self._port)
+        """Who listens on its port; while that does not change, one reading of the kernel's table."""
+        listening = await asyncio.to_thread(listening_on, self._port)
         if not listening:
             return Listener.NOBODY
         if listening == self._known_listeners:
