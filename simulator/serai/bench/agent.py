@@ -47,6 +47,7 @@ _WARMUP_REQUESTS = 50
 _RAMP_S = 3.0
 _CANCELLED, _CANCELLED_AT_ONCE = 2000, 50
 _SETTLE_S = 3.0
+_GIVE_UP_S = 180.0
 _START_TIMEOUT_S = 60.0
 _WINDOW_BYTES = 256 * 1024
 _TOKEN = b'"content":" '
@@ -154,6 +155,10 @@ class Client:
         await self._bus.subscribe(f"{self._bus.inbox_prefix}.loop", self._on_loop)
         await self._bus.barrier()
 
+    async def aclose(self) -> None:
+        """Closes what leads to the engine."""
+        await self._pool.aclose()
+
     async def through_agent(self) -> None:
         """One request with one token, whole."""
         async with self._client.stream(self._session, 1, _request(self._body, stream=False), self._body) as stream:
@@ -183,8 +188,8 @@ class Client:
         try:
             async with self._client.stream(self._session, 1, _request(body, stream=True), body) as stream:
                 await stream.head()
-                while await stream.data(self._count) is not None:
-                    self._count(stream.data_now())
+                while (data := await stream.data(self._count)) is not None:
+                    self._count(data)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -204,32 +209,43 @@ async def _measure(
     stand: FleetStand, measured: Measured, requests: int, idle_s: float, streams: int, stream_s: float
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     bus = await NatsBus.connect(NatsAddress(stand.nats_url), "ingress")
+    limit_s = _GIVE_UP_S + idle_s + stream_s
     try:
-        client = Client(bus, await _session(bus), measured.engine_port)
-        await client.start()
-        await asyncio.sleep(_SETTLE_S)
-        figures = {"rss_mb": measured.rss_mb}
-        figures["idle_cpu_percent"] = 100 * await _share_of_core(measured, idle_s)
-        say(f"idle: {figures['idle_cpu_percent']:.2f} % of a core, {figures['rss_mb']:.1f} MB")
-        latencies = await _latencies(client, requests)
-        for way, samples in latencies.items():
-            figures[f"{way}_p50_ms"] = percentile(samples, 0.5)
-        beyond_engine_ms = figures["through_p50_ms"] - figures["direct_p50_ms"]
-        figures["added_p50_ms"] = beyond_engine_ms - figures["loop_p50_ms"]
-        figures["added_beyond_echo_p50_ms"] = beyond_engine_ms - figures["echo_p50_ms"]
-        say(f"added: {figures['added_p50_ms']:.3f} ms")
-        for _ in range(2):  # The first time fills pools and caches.
-            before_mb = measured.rss_mb
-            await _cancelled_streams(client)
-            await asyncio.sleep(_SETTLE_S)
-        figures[f"rss_growth_mb_{_CANCELLED}_cancelled"] = measured.rss_mb - before_mb
-        measured.bind()
-        figures |= await _streams(measured, client, streams, stream_s)
-        await asyncio.sleep(_SETTLE_S)
-        figures["rss_mb_after_streams"] = measured.rss_mb
-        return figures, latencies
+        async with asyncio.timeout(limit_s):
+            return await _measured(bus, measured, requests, idle_s, streams, stream_s)
+    except TimeoutError as error:
+        raise BenchFailed(f"it was not over within {limit_s:.0f} s") from error
     finally:
         await bus.aclose()
+
+
+async def _measured(
+    bus: NatsBus, measured: Measured, requests: int, idle_s: float, streams: int, stream_s: float
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    client = Client(bus, await _session(bus), measured.engine_port)
+    await client.start()
+    await asyncio.sleep(_SETTLE_S)
+    figures = {"rss_mb": measured.rss_mb}
+    figures["idle_cpu_percent"] = 100 * await _share_of_core(measured, idle_s)
+    say(f"idle: {figures['idle_cpu_percent']:.2f} % of a core, {figures['rss_mb']:.1f} MB")
+    latencies = await _latencies(client, requests)
+    for way, samples in latencies.items():
+        figures[f"{way}_p50_ms"] = percentile(samples, 0.5)
+    beyond_engine_ms = figures["through_p50_ms"] - figures["direct_p50_ms"]
+    figures["added_p50_ms"] = beyond_engine_ms - figures["loop_p50_ms"]
+    figures["added_beyond_echo_p50_ms"] = beyond_engine_ms - figures["echo_p50_ms"]
+    say(f"added: {figures['added_p50_ms']:.3f} ms")
+    for _ in range(2):  # The first time fills pools and caches.
+        before_mb = measured.rss_mb
+        await _cancelled_streams(client)
+        await asyncio.sleep(_SETTLE_S)
+    figures[f"rss_growth_mb_{_CANCELLED}_cancelled"] = measured.rss_mb - before_mb
+    measured.bind()
+    figures |= await _streams(measured, client, streams, stream_s)
+    await asyncio.sleep(_SETTLE_S)
+    figures["rss_mb_after_streams"] = measured.rss_mb
+    await client.aclose()
+    return figures, latencies
 
 
 async def _session(bus: NatsBus) -> str:
