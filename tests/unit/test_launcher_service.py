@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from serai.contracts.codec import decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, WakeRequest
 from serai.contracts.registry import AllocationEnded
+from serai.contracts.session_record import Fault
 from serai.contracts.subjects import DRAIN, ENDED
 from serai.launcher.deployments import Deployment
 from serai.launcher.jobs import (
@@ -36,7 +38,7 @@ from serai.launcher.slurm_answers import Reservation
 from serai.launcher.succession import Cancel, Drain, Plan, Sleep, Submit, plan
 from serai.runtime.bus import Message
 from serai.runtime.session_state import SessionState
-from unit.fakes import FakeBus
+from unit.fakes import FakeBus, record_of
 from unit.test_launcher_lease import Keys
 
 CHAT = Deployment(name="chat", model="m", script="#!/bin/bash\n")
@@ -72,6 +74,11 @@ class RecordingSlurm:
 
     async def expected_start(self, script: str, options: Sequence[str] = ()) -> ExpectedStart | Refused | Unknown:
         return Unknown("not asked")
+
+    async def nodes(self) -> frozenset[str] | Unknown:
+        return self.known_nodes
+
+    known_nodes: frozenset[str] | Unknown = frozenset({"n1", "n2", "n3"})
 
     def _note(self, what: str, told: Any) -> None:
         self.calls.append((what, told))
@@ -114,6 +121,21 @@ def test_a_submission_is_kept_before_it_is_made(shell: Shell) -> None:
     assert [run.name for run in shell.slurm.kept[0].runs] == [name]
     (run,) = shell.launcher.book.runs
     assert (run.id, run.allocation) == (JobId("", "101"), "slurm-101")
+
+
+@pytest.mark.parametrize(
+    ("known", "told"), [(frozenset({"n1", "n9"}), ["--exclude=n7,n1"]), (frozenset({"x"}), []), (Unknown("down"), [])]
+)
+def test_h29_hosts_in_quarantine_get_no_job(shell: Shell, known: frozenset[str] | Unknown, told: list[str]) -> None:
+    shell.launcher._deployments["chat"] = replace(CHAT, excluded=("n7",))
+    shell.slurm.known_nodes = known
+    at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    faults = [Fault("uncorrectable ECC error", at, "GPU-1")]
+    record = record_of("s1", site="local", host="n1.cluster", faults=faults)
+    shell.launcher.copy.replica.merge(record, time.monotonic(), heard=True)
+    shell.act(submit=(Submit(SLOT, 7200.0, "the slot has no job"),))
+    ((_, (_, options)),) = shell.slurm.calls
+    assert list(options[3:]) == told
 
 
 def test_h10_a_job_ends_before_a_maintenance(shell: Shell) -> None:

@@ -34,6 +34,8 @@ class Deployment:
     """So long before the end of its job a session takes no more requests."""
     script: str = ""
     """The batch script, without name and time limit."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that the script stays away from."""
 
     @property
     def specification(self) -> str:

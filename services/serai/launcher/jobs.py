@@ -213,3 +213,6 @@ class Slurm(Protocol):
 
     async def expected_start(self, script: str, options: Sequence[str] = ()) -> ExpectedStart | Refused | Unknown:
         """How long such a job would wait, by the batch system's own estimate. Nothing is submitted."""
+
+    async def nodes(self) -> frozenset[str] | Unknown:
+        """The names of all nodes: an unknown one in `--exclude` makes sbatch refuse the job."""

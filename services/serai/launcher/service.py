@@ -31,6 +31,7 @@ from serai.launcher.slots import Slot, SlotNames, slot_name
 from serai.launcher.succession import Cancel, Drain, Picture, Plan, Sleep, Submit, plan
 from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.connection_settings import host_name
+from serai.runtime.quarantine_list import quarantined
 from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.session_state import state_of
 from serai.runtime.slurm_time import duration_text
@@ -290,6 +291,7 @@ class Launcher:
             f"--job-name={name}",
             f"--time={duration_text(time_limit_s)}",
             f"--comment=serai {submit.slot} generation {generation}",
+            *await self._away_from_bad_nodes(deployment),
         ]
         answer = await self._slurm.submit(deployment.script, options)
         self.book.submitted(name, answer, time.monotonic())
@@ -297,6 +299,20 @@ class Launcher:
             self._succeeded_at_s[submit.slot.deployment] = time.monotonic()
         self._log_submission(submit, str(name), generation, answer)
         await self.lease.beat()
+
+    async def _away_from_bad_nodes(self, deployment: Deployment) -> list[str]:
+        """sbatch's option for the hosts that are in quarantine, where there are any. It replaces the script's own, so
+        that one's nodes are in it, too. A host that the batch system knows by another name cannot be told to it."""
+        bad = quarantined(self.copy.replica.records(), self._settings.site, time.time())
+        nodes = await self._slurm.nodes() if bad else frozenset[str]()
+        if isinstance(nodes, Unknown):
+            log.warning("launcher.nodes_unknown", reason=nodes.reason, effect="nodes in quarantine may get the job")
+            return []
+        known = [name for one in bad if (name := one.host.partition(".")[0]) in nodes]
+        if not known:
+            return []
+        log.info("launcher.excluded", nodes=known)
+        return [f"--exclude={','.join(dict.fromkeys((*deployment.excluded, *known)))}"]
 
     async def _time_limit_s(self, submit: Submit, deployment: Deployment) -> float:
         """Shorter, where a maintenance would keep such a job from starting before it."""

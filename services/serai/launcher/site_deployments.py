@@ -39,4 +39,5 @@ def _deployment(site: Site, name: str, kept: Kept, now_s: float) -> Deployment:
         idle_s=kept.idle_s,
         leaves_s=plan.drain_s + STOP_S if kept.leaves_s is None else kept.leaves_s,
         script=script(site, plan, excluded=site.excluded(now_s)),
+        excluded=tuple([one.node for one in site.excluded(now_s)]),
     )
