@@ -9,7 +9,7 @@ STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
 
-.PHONY: help setup up smoke test check unit simulation simulate integration clients test-clients test-slurm peers bench lock vllm test-vllm clean
+.PHONY: help setup up smoke test check unit simulation simulate integration clients test-clients test-slurm test-slurm-moves test-slurm-others peers bench lock vllm test-vllm clean
 
 help:
 	@echo "make up          install, then start everything with a small real model (PORT=8000, AGENTS=1)"
@@ -94,7 +94,14 @@ test-clients: setup
 test-slurm: setup
 	command -v slurmctld munged >/dev/null || { apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
-	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-slurm-moves test-slurm-others
+
+# Side by side, for they mostly wait for Slurm; each file starts a Slurm of its own.
+test-slurm-moves:
+	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration/test_slurm_moves.py
+
+test-slurm-others:
+	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm --ignore tests/integration/test_slurm_moves.py
 
 # vLLM in an environment of its own: its torch is nobody else's business. It looks itself up under the name `vllm`, and
 # takes the machine for one with GPUs unless its version says otherwise.

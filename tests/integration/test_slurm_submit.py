@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,20 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.slurm_cluster import SlurmCluster, why_not
+from integration.slurm_cluster import SlurmCluster
 from integration.system import System, wait_for
 
 pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    if reason := why_not():
-        if os.environ.get("SERAI_REQUIRE_SLURM"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=4) as made:
-        yield made
 
 
 class Operator:
