@@ -152,6 +152,7 @@ def test_an_engine_that_does_not_answer_is_left_in_peace(monkeypatch: pytest.Mon
 
 def test_an_engine_that_cannot_generate_serves_all_the_same() -> None:
     _, asked = at_engine(lambda method, path: (501, b"{}"), lambda pool: canary(pool, "m", {}))
-    assert asked.total() == 2
+    assert set(asked) >= {"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings"}
+    assert max(asked.values()) == 1
     with pytest.raises(NotServing, match="503"):
         at_engine(lambda method, path: (503, b"{}"), lambda pool: canary(pool, "m", {}))

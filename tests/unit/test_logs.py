@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import structlog
 
 from serai.runtime.telemetry import set_up_logs
 
 
-@pytest.fixture
-def _logs_as_before() -> Iterator[None]:
-    before = structlog.get_config()
-    yield
-    structlog.configure(**before)
-    structlog.contextvars.clear_contextvars()
-
-
-@pytest.mark.usefixtures("_logs_as_before")
 @pytest.mark.parametrize("json", [True, False])
 def test_a_traceback_tells_the_place_and_no_values(json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     def fails_with(prompt: str) -> None:
