@@ -143,14 +143,15 @@ class Pair:
         self.wait_until_both_serve()
 
     def kill(self, name: str, *, agent_too: bool) -> None:
-        """SIGKILL to an engine, or to its agent, with which it goes."""
+        """SIGKILL to an engine, which its agent starts again; or to the agent, with which its engine goes."""
         agent = self._agents[name]
-        for pid in [agent.pid] if agent_too else _children(agent.pid):
+        for pid in [agent.pid] if agent_too else _engines(agent.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        agent.wait(_START_TIMEOUT_S)  # It ends when its engine has.
-        self._stand.processes.end(f"agent-{name}")
-        self._agents[name] = self._start(name)
+        if agent_too:
+            agent.wait(_START_TIMEOUT_S)
+            self._stand.processes.end(f"agent-{name}")
+            self._agents[name] = self._start(name)
 
     def wait_until_both_serve(self) -> None:
         """Raises BenchFailed."""
@@ -163,7 +164,7 @@ class Pair:
         engine = [sys.executable, "-m", "serai.engine_emulator", "--model", MODEL, "--ttft-ms", "20"]
         command = [
             sys.executable, "-m", "serai.cli.main", "agent", "--nats-url", self._stand.nats_url, "--model", MODEL,
-            "--allocation", name, "--", *engine, "--tpot-ms", str(_TPOT_MS),
+            "--allocation", name, "--engine-restarts", "1000", "--", *engine, "--tpot-ms", str(_TPOT_MS),
         ]  # fmt: skip
         return self._stand.processes.start(f"agent-{name}", command)
 
@@ -180,8 +181,10 @@ class Pair:
             connection.close()
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def _engines(agent: int) -> list[int]:
+    """Of an agent's children those that serve a model: its engine."""
+    children = [int(child) for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+    return [child for child in children if b"serai.engine_emulator" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 # -- the load --------------------------------------------------------------------------------------------------------
