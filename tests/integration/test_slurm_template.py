@@ -34,6 +34,12 @@ sys.exit(int(os.environ.get("EXIT_CODE", "0")))
 """
 
 
+def _hear_sigint() -> None:
+    """Who is started in the background by a shell ignores it, and so would all that it starts: bash traps nothing that
+    it was told to ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Batch:
     """How the template runs in a job: a session of its own, output to a file."""
@@ -50,6 +56,7 @@ class Batch:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=_hear_sigint,
             )
         self.started.append(shell)
         return shell

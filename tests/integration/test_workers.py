@@ -153,7 +153,7 @@ def test_no_worker_outlives_a_parent_that_is_killed(system: System) -> None:
     assert folder.exists()
     ingress.kill()
     wait_for(lambda: not any(map(lives, workers)), "the workers end", 10)
-    assert not folder.exists()
+    wait_for(lambda: not folder.exists(), "the last of them has removed their folder", 5)
 
 
 def test_stopping_lets_load_balancers_notice_first(system: System) -> None:

@@ -124,16 +124,20 @@ def test_one_that_is_too_slow_counts_with_what_it_told_last(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_told", [False, True])
 def test_the_last_worker_of_a_parent_that_was_killed_leaves_nothing(
-    folder: Path, counting: dict[str, Counting]
+    folder: Path, counting: dict[str, Counting], is_told: bool
 ) -> None:
     place = folder / "private"
     place.mkdir()
 
     async def main() -> None:
-        nobody = os.getppid() + 1
-        async with SharedMetrics(place, 0, 1, nobody).answering():
-            async with SharedMetrics(place, 1, 2, nobody).answering():
+        # Its socket closes before it ceases to be the parent.
+        parent = os.getppid() if is_told else os.getppid() + 1
+        first, second = SharedMetrics(place, 0, 1, parent), SharedMetrics(place, 1, 2, parent)
+        first.is_orphaned = second.is_orphaned = is_told
+        async with first.answering():
+            async with second.answering():
                 pass
             assert place.exists()
         assert not place.exists()

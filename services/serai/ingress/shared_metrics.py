@@ -110,6 +110,8 @@ class SharedMetrics:
         self._own = f"{slot}.{worker}"
         self._parent = parent
         self._is_over = False
+        self.is_orphaned = False
+        """The parent is gone; told when its end of the control socket closes, which is before we get another parent."""
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -124,7 +126,8 @@ class SharedMetrics:
                 self._keep(self._own_counts())
                 self._is_over = True
                 path.unlink(missing_ok=True)
-            if os.getppid() != self._parent and not any(self._folder.glob("*.sock")):
+            orphaned = self.is_orphaned or os.getppid() != self._parent
+            if orphaned and not any(self._folder.glob("*.sock")):
                 shutil.rmtree(self._folder, ignore_errors=True)  # The parent was killed; this was the last.
 
     async def scraped(self) -> bytes:

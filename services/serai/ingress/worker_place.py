@@ -42,6 +42,8 @@ class WorkerPlace:
     async def retired(self) -> None:
         """Returns when the parent has another worker for this place, or is gone."""
         try:
-            await asyncio.get_running_loop().sock_recv(self.control, 1)
+            told = await asyncio.get_running_loop().sock_recv(self.control, 1)
         except OSError:
-            pass
+            told = b""
+        if not told:
+            self.metrics.is_orphaned = True
