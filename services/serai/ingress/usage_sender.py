@@ -21,7 +21,7 @@ log = structlog.get_logger()
 RECORDS = Counts("serai_ingress_usage_records", "Usage records made, or dropped for want of room", ["fate"])
 PENDING = Gauge("serai_ingress_usage_pending_bytes", "Usage records that JetStream has not acknowledged yet")
 
-GATHER_S = 0.05
+GATHER_S = 0.1
 """Records of so long go together in one message."""
 MESSAGE_BYTES_MAX = 256 * 1024
 BACK_OFF_S, BACK_OFF_MAX_S = 0.25, 10.0
@@ -90,14 +90,17 @@ class UsageSender:
                     log.info("usage.adopted", bytes=taken)
             PENDING.set(self._spool.pending_bytes)
             self._news.clear()
+            if not self._spool.pending_bytes:
+                try:
+                    async with asyncio.timeout_at(self._adopt_at_s):
+                        await self._news.wait()
+                except TimeoutError:
+                    continue
+            if self._spool.pending_bytes < MESSAGE_BYTES_MAX:
+                # Under load, too: a message for each acknowledgement costs everybody behind it a write.
+                await asyncio.sleep(GATHER_S)
             if batch := self._spool.read(MESSAGE_BYTES_MAX):
                 return batch
-            try:
-                async with asyncio.timeout_at(self._adopt_at_s):
-                    await self._news.wait()
-                    await asyncio.sleep(GATHER_S)
-            except TimeoutError:
-                pass
 
     async def _send(self, batch: bytes) -> None:
         # The id is made from what it holds: places in files are used again.
