@@ -156,7 +156,7 @@ async def _without_bad_nodes(site: Site, slurm: SlurmCommands) -> Site:
             _say(f"nodes in quarantine are not known ({found.reason})")
         return site
     nodes = await slurm.nodes() if found else frozenset[str]()
-    bad = [Exclude(node=one.host.partition(".")[0], reason=one.reason, until_s=one.until_s) for one in found]
+    bad = [Exclude(node=one.node, reason=one.reason, until_s=one.until_s) for one in found]
     known = [one for one in bad if not isinstance(nodes, Unknown) and one.node in nodes]
     return replace(site, exclude=(*site.exclude, *known))
 

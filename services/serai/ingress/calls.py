@@ -37,7 +37,7 @@ from serai.ingress.openai_format import (
     unknown_model,
 )
 from serai.ingress.request_body import body_with_model, read_body
-from serai.ingress.request_ids import RequestIds
+from serai.ingress.request_ids import REQUEST_ID, RequestIds
 from serai.ingress.retry import Verdict
 from serai.ingress.sent_events import Transcript, Unsound
 from serai.ingress.settings import IngressSettings
@@ -155,7 +155,7 @@ class Calls:
         asked = read_body(endpoint, headers.get("content-type", ""), request.body)
         request_id = self.request_ids.of(headers)
         to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
-        to_engine["x-request-id"] = request_id
+        to_engine[REQUEST_ID] = request_id
         targets = read_targets(headers, self._settings.request_timeout_s, caller.priority)
         output_tokens_max = asked.output_tokens_max
         wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s, output_tokens_max)

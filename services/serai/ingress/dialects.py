@@ -7,6 +7,8 @@ import orjson
 from serai.ingress.anthropic_messages import errors as anthropic
 from serai.ingress.endpoints import Dialect
 from serai.ingress.openai_format import DONE, ApiError
+from serai.ingress.request_ids import REQUEST_ID
+from serai.ingress.responses_api import errors as responses
 from serai.ingress.sent_events import blocks_of, data_of, usage_so_far
 
 KEEP_ALIVE: dict[Dialect, bytes] = {
@@ -19,7 +21,7 @@ KEEP_ALIVE: dict[Dialect, bytes] = {
 
 def request_id_headers(dialect: Dialect, request_id: str) -> dict[str, str]:
     """An answer's headers that name the request: ours, and the one that Anthropic's clients know."""
-    ours = {"x-request-id": request_id}
+    ours = {REQUEST_ID: request_id}
     return ours | {"request-id": request_id} if dialect is Dialect.ANTHROPIC else ours
 
 
@@ -36,22 +38,8 @@ def broken_end(dialect: Dialect, error: ApiError, last: bytes) -> bytes:
     if dialect is Dialect.ANTHROPIC:
         return anthropic.error_event(error)
     if dialect is Dialect.RESPONSES:
-        return _responses_error(error, _next_number(last))
+        return responses.error_event(error, _next_number(last))
     return usage_so_far(last) + error.event() + DONE
-
-
-def _responses_error(error: ApiError, number: int) -> bytes:
-    """The API's own `error` event; and in it the object by which OpenAI's clients know that they must raise."""
-    told = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-    event = {
-        "type": "error",
-        "sequence_number": number,
-        "code": error.code,
-        "message": error.message,
-        "param": error.param,
-        "error": told,
-    }
-    return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
 def _next_number(events: bytes) -> int:

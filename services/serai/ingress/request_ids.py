@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 
-HEADER = "x-request-id"
+REQUEST_ID = "x-request-id"
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -20,5 +20,5 @@ class RequestIds:
 
     def of(self, headers: Mapping[str, str]) -> str:
         """The id of the request that came with `headers`."""
-        named = headers.get(HEADER, "")
+        named = headers.get(REQUEST_ID, "")
         return named if _NAME.fullmatch(named) else f"{self._prefix}{next(self._numbers):010x}"

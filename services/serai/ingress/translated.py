@@ -21,6 +21,7 @@ from serai.ingress.dialects import error_body, request_id_headers
 from serai.ingress.endpoints import BY_PATH, Dialect, Endpoint
 from serai.ingress.http_server import ClientRequest, ClientStream
 from serai.ingress.openai_format import ApiError, parsed_object, read_fields
+from serai.ingress.request_ids import REQUEST_ID
 from serai.ingress.responses_api import request as responses_request
 from serai.ingress.responses_api.answer import ResponseAnswer
 
@@ -123,7 +124,7 @@ class TranslatedRequest:
 
     def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be told."""
-        request_id = headers.get("x-request-id", "")
+        request_id = headers.get(REQUEST_ID, "")
         if status >= 400:
             error = read_error_body(body, status)
             error.request_id = request_id
@@ -134,7 +135,7 @@ class TranslatedRequest:
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
         """Events, of an answer or of an error."""
-        request_id = headers.get("x-request-id", "")
+        request_id = headers.get(REQUEST_ID, "")
         reader = ChatReader(request_id)
         events = self._answer.events(reader.feed(data))
         out = self._client.start(status, {**headers} | self._names(request_id) | _EVENTS, events)

@@ -308,7 +308,7 @@ class Launcher:
         if isinstance(nodes, Unknown):
             log.warning("launcher.nodes_unknown", reason=nodes.reason, effect="nodes in quarantine may get the job")
             return []
-        known = [name for one in bad if (name := one.host.partition(".")[0]) in nodes]
+        known = [one.node for one in bad if one.node in nodes]
         if not known:
             return []
         log.info("launcher.excluded", nodes=known)

@@ -37,6 +37,11 @@ class Quarantine:
     """UUIDs of those that are broken; empty = the host as a whole."""
 
     @property
+    def node(self) -> str:
+        """As a batch system usually calls the host: without its domain."""
+        return self.host.partition(".")[0]
+
+    @property
     def until(self) -> str:
         """ISO 8601 in UTC."""
         return datetime.fromtimestamp(self.until_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -10,6 +10,7 @@ import orjson
 
 from serai.ingress.chat_answer import Arguments, Begun, Broke, Called, Commented, Ended, Piece, Said, Thought, Usage
 from serai.ingress.openai_format import ApiError
+from serai.ingress.responses_api.errors import error_fields, event_bytes
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _CHARACTERS_MAX = 32 * 1024 * 1024
@@ -179,15 +180,13 @@ class ResponseAnswer:
         return self._place() | {"item_id": item.id, "content_index": 0}
 
     def _sse(self, kind: str, **fields: Any) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._number} | fields
+        event = event_bytes(kind, self._number, fields)
         self._number += 1
-        return b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(numbered))
+        return event
 
     def _broken(self, broke: Broke) -> bytes:
         if self._begun is None:
-            told = {"message": broke.message, "type": broke.kind, "param": None, "code": broke.code}
-            # `error` beside it is how OpenAI's clients know that they must raise.
-            return self._sse("error", code=broke.code, message=broke.message, param=None, error=told)
+            return self._sse("error", **error_fields(broke.message, broke.kind, broke.code))
         output = self._output + ([] if self._item is None else [self._item.snapshot("incomplete")])
         error = {"code": "server_error", "message": f"{broke.message} ({broke.code})"}
         return self._sse("response.failed", response=self._response("failed") | {"error": error, "output": output})
