@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ def body_of(stream: bool = False, **more: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "max_tokens": 64, "temperature": 0, "stream": stream, **more}
 
 
-class Gateway:
+class Gateway(ABC):
     """A gateway's processes: started, started anew, ended."""
 
     settle_s = 3.0
@@ -44,13 +45,13 @@ class Gateway:
         self.port = port
         self.headers = dict(headers)
 
+    @abstractmethod
     async def start(self) -> None:
         """Until it listens. Raises BenchFailed."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def restart(self) -> None:
         """With nothing left of what it knew."""
-        raise NotImplementedError
 
 
 class SeraiGateway(Gateway):
