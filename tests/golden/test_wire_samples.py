@@ -18,6 +18,7 @@ import pytest
 from msgspec import NODEFAULT
 
 from serai.contracts import drain, inference, launcher, limits, registry, session_record, status, usage
+from serai.contracts.admission import Lease
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.inference import (
@@ -79,6 +80,7 @@ _REQUEST = InferenceRequest(
     stream=True,
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     operation="chat",
+    lease=Lease(3, 17, 0.125, 1536, 0.75, 2.5, 0.05, True, 1024),
 )
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
 _END = ResponseEnd(1234)

@@ -24,6 +24,8 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from serai.contracts.admission import Lease
+
 
 class FrameKind(IntEnum):
     """One byte on the wire. Numbers are never reused."""
@@ -70,7 +72,7 @@ WINDOW_BYTES_MAX = 16 * 1024 * 1024
 """No ingress may ask for a larger window: it is what the agent may have to hold of one stream."""
 
 
-class InferenceRequest(msgspec.Struct, frozen=True):
+class InferenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Head of a request. The body follows in BODY frames: the first with the head, the rest as BODY_CREDIT allows."""
 
     request_id: str
@@ -88,6 +90,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     traceparent: str = ""
     operation: str = ""
     """What it is called in traces: `gen_ai.operation.name`."""
+    lease: Lease | None = None
+    """What the macro-scheduler promised it here; None = nobody was asked, or nobody answered."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
@@ -119,6 +123,7 @@ class FailureCode(StrEnum):
     CREDIT_STARVED = "credit_starved"
     CANCELLED = "cancelled"
     AGENT_LEFT = "agent_left"
+    LEASE_REFUSED = "lease_refused"
     # Found by the ingress itself:
     NO_RESPONDERS = "no_responders"
     AGENT_SILENT = "agent_silent"

@@ -21,8 +21,12 @@
 | `usage.record.<site>`      | ingress → stream → ledger  | `UsageRecord`s, one a line, kept until taken            |
 | `usage.spent.<site>`       | ingress → ledger           | `SpentRequest`, answered with `SpentAnswer`            |
 | `limits.<process>`         | ingress → ingresses        | `LimitsUse`, may be lost                               |
+| `admission.<model>`        | ingress → group's leader   | `AdmissionRequest`, answered with `AdmissionAnswers`   |
+| `instance.<session>`       | agent → macro-schedulers   | `InstanceReport`, may be lost                          |
+| `take.<session>`           | group's leader → one agent | `TakeInstance`, answered with `InstanceState`          |
+| `macro.explain.<site>`     | tools → macro-scheduler    | `MacroExplainRequest`, answered with `MacroWord`       |
 
-`<session>` and `<process>` are tokens already; `<site>` is made one by `to_token`.
+`<session>` and `<process>` are tokens already; `<site>` and `<model>` are made one by `to_token`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import re
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from serai.contracts.admission import AdmissionRequest, InstanceReport, MacroExplainRequest, TakeInstance
 from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
 from serai.contracts.launcher import ExplainRequest, WakeRequest
@@ -97,6 +102,10 @@ class Subject(Generic[T]):
         """The subject of one site's registry. Any text is a site's name."""
         return f"{self.hop}.{to_token(site)}"
 
+    def of_model(self, model: str) -> str:
+        """The subject of one model's group. Any text is a model's name."""
+        return f"{self.hop}.{to_token(model)}"
+
     def of(self, session: str) -> str:
         """The subject of one session. Session ids are tokens already (`session_record.new_session_id`)."""
         return f"{self.hop}.{session}"
@@ -126,6 +135,11 @@ CLEARED: Subject[HostCleared] = Subject("registry.cleared", HostCleared)
 USAGE: Subject[UsageRecord] = Subject("usage.record", UsageRecord)
 USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
 LIMITS: Subject[LimitsUse] = Subject("limits", LimitsUse)
+ADMISSION: Subject[AdmissionRequest] = Subject("admission", AdmissionRequest)
+"""Of one model: `of_model`."""
+INSTANCE: Subject[InstanceReport] = Subject("instance", InstanceReport)
+TAKE: Subject[TakeInstance] = Subject("take", TakeInstance)
+MACRO_EXPLAIN: Subject[MacroExplainRequest] = Subject("macro.explain", MacroExplainRequest)
 LAUNCHER_EXPLAIN: Subject[ExplainRequest] = Subject("launcher.explain", ExplainRequest)
 LAUNCHER_WAKE: Subject[WakeRequest] = Subject("launcher.wake", WakeRequest)
 
@@ -135,6 +149,10 @@ BUDGETS_BUCKET = "serai_budgets"
 """KV bucket of budgets, key = scope as a token, value = `BudgetAccount`; written by compare-and-set only."""
 LAUNCHERS_BUCKET = "serai_launchers"
 """KV bucket of launchers, key = site as a token, value = `LauncherState`, a lease too; by compare-and-set only."""
+GROUPS_BUCKET = "serai_groups"
+"""KV bucket of models' groups, key = model as a token, value = `GroupLease`; by compare-and-set only."""
+OWNERS_BUCKET = "serai_owners"
+"""KV bucket of instances' owners, key = session id, value = `InstanceOwner`; by compare-and-set only."""
 
 USAGE_STREAM, USAGE_CONSUMER = "serai_usage", "ledger"
 """JetStream stream of a site's usage records, one a JetStream domain, and its one durable consumer: all ledgers of the
