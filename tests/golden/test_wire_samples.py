@@ -348,6 +348,7 @@ def test_the_numbers_of_closed_sets_are_never_used_again() -> None:
         "credit_starved",
         "cancelled",
         "agent_left",
+        "lease_refused",
         "no_responders",
         "agent_silent",
         "frame_gap",

@@ -1,5 +1,5 @@
-"""The macro-scheduler: which instance of a model prefills next, so that latency targets hold (design §6; PaDG, EcoServe,
-OSDI '26).
+"""The macro-scheduler: which instance of a model prefills next, so that latency targets hold (design §6; PaDG, of
+EcoServe, OSDI '26).
 
 Owns: a group per model: its macro-instances, their members, and the leases given to requests. One process leads a
 group (by a lease in KV, fenced by its epoch), others stand by.
