@@ -25,8 +25,13 @@
 | `instance.<session>`       | agent → macro-schedulers   | `InstanceReport`, may be lost                          |
 | `take.<session>`           | group's leader → one agent | `TakeInstance`, answered with `InstanceState`          |
 | `macro.explain.<site>`     | tools → macro-scheduler    | `MacroExplainRequest`, answered with `MacroWord`       |
+| `usage.demand.<site>`      | placer → ledger            | `DemandRequest`, answered with `DemandAnswer`          |
+| `pool.<pool>`              | pool agent → placers       | `PoolReport`, every few seconds, may be lost           |
+| `assign.<pool>`            | placer → one pool agent    | `Assignments`, answered with `PoolReport`              |
+| `placement.explain.<site>` | tools → placer             | `PlacementRequest`, answered with `PlacementWord`      |
+| `placement.apply.<site>`   | tools → placer             | `ApplyRequest`, answered with `PlacementWord`          |
 
-`<session>` and `<process>` are tokens already; `<site>` and `<model>` are made one by `to_token`.
+`<session>`, `<process>` and `<pool>` are tokens already; `<site>` and `<model>` are made one by `to_token`.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
 from serai.contracts.launcher import ExplainRequest, WakeRequest
 from serai.contracts.limits import LimitsUse
+from serai.contracts.placement import ApplyRequest, Assignments, PlacementRequest, PoolReport
 from serai.contracts.registry import (
     AllocationEnded,
     DigestRequest,
@@ -51,7 +57,7 @@ from serai.contracts.registry import (
 )
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.status import ProbeRequest, SessionStatus
-from serai.contracts.usage import SpentRequest, UsageRecord
+from serai.contracts.usage import DemandRequest, SpentRequest, UsageRecord
 
 T = TypeVar("T")
 
@@ -134,6 +140,7 @@ CLEARED: Subject[HostCleared] = Subject("registry.cleared", HostCleared)
 
 USAGE: Subject[UsageRecord] = Subject("usage.record", UsageRecord)
 USAGE_SPENT: Subject[SpentRequest] = Subject("usage.spent", SpentRequest)
+USAGE_DEMAND: Subject[DemandRequest] = Subject("usage.demand", DemandRequest)
 LIMITS: Subject[LimitsUse] = Subject("limits", LimitsUse)
 ADMISSION: Subject[AdmissionRequest] = Subject("admission", AdmissionRequest)
 """Of one model: `of_model`."""
@@ -142,6 +149,10 @@ TAKE: Subject[TakeInstance] = Subject("take", TakeInstance)
 MACRO_EXPLAIN: Subject[MacroExplainRequest] = Subject("macro.explain", MacroExplainRequest)
 LAUNCHER_EXPLAIN: Subject[ExplainRequest] = Subject("launcher.explain", ExplainRequest)
 LAUNCHER_WAKE: Subject[WakeRequest] = Subject("launcher.wake", WakeRequest)
+POOL: Subject[PoolReport] = Subject("pool", PoolReport)
+ASSIGN: Subject[Assignments] = Subject("assign", Assignments)
+PLACEMENT_EXPLAIN: Subject[PlacementRequest] = Subject("placement.explain", PlacementRequest)
+PLACEMENT_APPLY: Subject[ApplyRequest] = Subject("placement.apply", ApplyRequest)
 
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
@@ -153,6 +164,10 @@ GROUPS_BUCKET = "serai_groups"
 """KV bucket of models' groups, key = model as a token, value = `GroupLease`; by compare-and-set only."""
 OWNERS_BUCKET = "serai_owners"
 """KV bucket of instances' owners, key = session id, value = `InstanceOwner`; by compare-and-set only."""
+PLACEMENT_BUCKET = "serai_placement"
+"""KV bucket of placers, key = site as a token, value = `PlanRecord`, a lease too; by compare-and-set only."""
+POOLS_BUCKET = "serai_pools"
+"""KV bucket of what pool agents are to run, key = pool, value = `Assignments`; by compare-and-set only."""
 
 USAGE_STREAM, USAGE_CONSUMER = "serai_usage", "ledger"
 """JetStream stream of a site's usage records, one a JetStream domain, and its one durable consumer: all ledgers of the

@@ -106,3 +106,51 @@ class SpentAnswer:
     spent: list[Spent] = field(default_factory=list)
     problem: str = ""
     """Why there is no answer; then `spent` means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemandRequest:
+    """Asks the ledger how much of each model was asked for. Requests that were refused count too: a model that nobody
+    serves has demand."""
+
+    since: str
+    """ISO 8601 in UTC."""
+    bucket_s: float = 60.0
+    """Arrivals are counted in spans of so many seconds from `since` on."""
+    buckets: int = 60
+
+
+@dataclass(frozen=True, slots=True)
+class LengthQuantiles:
+    """Of a model's requests, in tokens."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUse:
+    """What was asked of one model."""
+
+    model: str
+    """As it was routed; the client's own word for it when it could not be."""
+    arrivals: list[int] = field(default_factory=list)
+    """Per span; the last one may not be over yet."""
+    refused: int = 0
+    """Of all of them, those that no session had."""
+    prompt: LengthQuantiles = LengthQuantiles()
+    """Of requests whose tokens are known."""
+    output: LengthQuantiles = LengthQuantiles()
+    cached_share: float = 0.0
+    """Of prompt tokens, those that were in an engine's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemandAnswer:
+    """A model that nobody asked for has no line in it."""
+
+    models: list[ModelUse] = field(default_factory=list)
+    problem: str = ""
+    """Why there is no answer; then `models` means nothing."""
