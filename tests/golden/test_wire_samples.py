@@ -17,8 +17,25 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT
 
-from serai.contracts import drain, inference, launcher, limits, registry, session_record, status, usage
-from serai.contracts.admission import Lease
+from serai.contracts import admission, drain, inference, launcher, limits, registry, session_record, status, usage
+from serai.contracts.admission import (
+    AdmissionAnswer,
+    AdmissionAnswers,
+    AdmissionAsk,
+    AdmissionRequest,
+    Decision,
+    GateMode,
+    GroupLease,
+    HeldRequest,
+    InstanceOwner,
+    InstanceReport,
+    InstanceState,
+    Lease,
+    MacroExplainRequest,
+    MacroWord,
+    Spread,
+    TakeInstance,
+)
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.inference import (
@@ -82,6 +99,49 @@ _REQUEST = InferenceRequest(
     operation="chat",
     lease=Lease(3, 17, 0.125, 1536, 0.75, 2.5, 0.05, True, 1024),
 )
+_ASK = AdmissionAsk(
+    request_id="6d1f0c5a9e3b4f27",
+    prompt_tokens=1_024,
+    output_tokens_max=512,
+    slo_ttft_s=2.5,
+    slo_tpot_s=0.05,
+    waited_s=0.125,
+    project="climate",
+    best_effort=False,
+    excluded=["alps-slurm-4711-1-c0ffee123456"],
+)
+_ANSWER = AdmissionAnswer(
+    request_id="6d1f0c5a9e3b4f27",
+    decision=Decision.BEST_EFFORT,
+    session="alps-slurm-4711-1-c0ffee123456",
+    lease=_REQUEST.lease,
+    retry_after_s=1.5,
+    reason="its first token cannot come within 2.5 s: 3.1 s of prefill wait before it",
+)
+_SPREAD = Spread(14, 1.25, -0.25, 0.5, 2.75)
+_REPORT = InstanceReport(
+    session="alps-slurm-4711-1-c0ffee123456",
+    sequence=42,
+    epoch=3,
+    applied=17,
+    mode=GateMode.PADG,
+    prefilling=True,
+    window_s=0.75,
+    decoding=_SPREAD,
+    waiting=5,
+    waiting_prefill_s=0.625,
+    laxity_s=0.375,
+    kv_tokens_free=400_832,
+    kv_tokens_total=524_288,
+    kv_tokens_promised=1_536,
+    low_share=0.01,
+    step_s=0.031,
+    prefill_base_s=0.012,
+    prefill_s_per_token=0.00015,
+    refused_total=2,
+    stalled_ratio_max=3.5,
+)
+_HELD = HeldRequest("6d1f0c5a9e3b4f27", _REQUEST.lease, 0.75, 12, 0.375)
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
 _END = ResponseEnd(1234)
 _FAILURE = InferenceFailure(FailureCode.BUSY, "1024 requests are running here already", True, 1.5)
@@ -194,6 +254,20 @@ MESSAGES: list[object] = [
     _SLOT_WORD,
     LauncherWord("alps", "login1-c0ffee12", True, "squeue: no answer", [_SLOT_WORD], "there is no slot 'chat/9'"),
     WakeRequest("night"),
+    _REQUEST.lease,
+    _ASK,
+    AdmissionRequest([_ASK], ["6d1f0c5a9e3b4f26"]),
+    _ANSWER,
+    AdmissionAnswers([_ANSWER]),
+    _SPREAD,
+    _REPORT,
+    _HELD,
+    InstanceState(_REPORT, [_HELD], False),
+    TakeInstance("macro-2", 3, GateMode.PADG, 0.01, 0.5),
+    InstanceOwner(_REPORT.session, "macro-2", 3, 17),
+    GroupLease("login1-c0ffee12", 4, 42),
+    MacroExplainRequest("6d1f0c5a9e3b4f27", "qwen2.5:7b"),
+    MacroWord(["admitted at alps-slurm-4711-1-c0ffee123456"]),
     LimitsUse("5f3a9c01d2e4b687", 3_600.5, {"project:climate": ScopeUse(1_024, 524_288, 17)}),
     BudgetAccount("2026-11", 1_500_000, {"5f3a9c01d2e4b687": _LEASE}),
     ScopeUse(1_024, 524_288, 17),
@@ -289,7 +363,7 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
     kinds = {
         name
-        for module in (drain, inference, launcher, limits, registry, session_record, status, usage)
+        for module in (admission, drain, inference, launcher, limits, registry, session_record, status, usage)
         for name in messages_of(module)
     }
     assert {message_name(message) for message in MESSAGES} == kinds

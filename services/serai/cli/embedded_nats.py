@@ -19,6 +19,7 @@ from pathlib import Path
 import nkeys
 
 from serai.contracts.subjects import (
+    ADMISSION,
     BEAT,
     BUDGETS_BUCKET,
     CANCEL,
@@ -27,17 +28,22 @@ from serai.contracts.subjects import (
     DISCONNECTED,
     DRAIN,
     ENDED,
+    GROUPS_BUCKET,
     INFERENCE,
+    INSTANCE,
     LAUNCHER_EXPLAIN,
     LAUNCHER_WAKE,
     LAUNCHERS_BUCKET,
     LIMITS,
+    MACRO_EXPLAIN,
     OPINION,
+    OWNERS_BUCKET,
     PROBE,
     SESSION,
     SESSIONS_BUCKET,
     SNAPSHOT,
     STATUS,
+    TAKE,
     USAGE,
     USAGE_CONSUMER,
     USAGE_SPENT,
@@ -46,28 +52,31 @@ from serai.contracts.subjects import (
 
 _READ_REGISTRY = [DIGEST.every, SNAPSHOT.every, OPINION.every, PROBE.every]
 _HEAR_REGISTRY = [SESSION.every, STATUS.every, BEAT.every, DISCONNECTED.every]
-# Reads and compare-and-sets of one bucket's keys, and makes it when it is missing.
-_BUDGETS = [
-    f"$KV.{BUDGETS_BUCKET}.*",
-    *[f"$JS.API.STREAM.{what}.KV_{BUDGETS_BUCKET}" for what in ("MSG.GET", "CREATE")],
-]
 
-_LAUNCHERS = [
-    f"$KV.{LAUNCHERS_BUCKET}.*",
-    *[f"$JS.API.STREAM.{what}.KV_{LAUNCHERS_BUCKET}" for what in ("MSG.GET", "CREATE")],
-]
+
+def _compare_and_set(bucket: str) -> list[str]:
+    """Reads and compare-and-sets of one bucket's keys, and makes it when it is missing."""
+    return [f"$KV.{bucket}.*", *[f"$JS.API.STREAM.{what}.KV_{bucket}" for what in ("MSG.GET", "CREATE")]]
+
+
+_BUDGETS = _compare_and_set(BUDGETS_BUCKET)
+_LAUNCHERS = _compare_and_set(LAUNCHERS_BUCKET)
+_GROUPS = [*_compare_and_set(GROUPS_BUCKET), *_compare_and_set(OWNERS_BUCKET)]
 
 _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # role: (may publish, may subscribe)
     "ingress": (
-        [INFERENCE.every, CANCEL.every, *_READ_REGISTRY, LIMITS.every, *_BUDGETS, USAGE.every, USAGE_SPENT.every],
+        [
+            *[INFERENCE.every, CANCEL.every, ADMISSION.every, *_READ_REGISTRY, LIMITS.every, *_BUDGETS],
+            *[USAGE.every, USAGE_SPENT.every],
+        ],
         [*_HEAR_REGISTRY, LIMITS.every, "_INBOX_ingress.>"],
     ),
     "registry": (
         [
             *[SESSION.every, BEAT.every, DISCONNECTED.every, *_READ_REGISTRY],
             *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
-            *["$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
+            *["_INBOX_macro-scheduler.>", "$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
         ],
         [*_HEAR_REGISTRY, *[s.every for s in (DIGEST, SNAPSHOT, OPINION, ENDED, CLEARED)], "_INBOX_registry.>"],
     ),
@@ -75,10 +84,11 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         # Answers go to ingress inboxes, whose names cannot be guessed. Not allow_responses: the server would keep
         # every reply subject until it expires, and walk them all each second.
         [
-            *[SESSION.every, STATUS.every, PROBE.every],
+            *[SESSION.every, STATUS.every, PROBE.every, INSTANCE.every],
             *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
+            "_INBOX_macro-scheduler.>",
         ],
-        [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, "_INBOX_agent.>"],
+        [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, TAKE.every, "_INBOX_agent.>"],
     ),
     # Of JetStream the ledger has its one stream and its one consumer of that, and nothing else.
     "ledger": (
@@ -96,9 +106,14 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     "tools": (
         [
             *[*_READ_REGISTRY, ENDED.every, CLEARED.every, DRAIN.every, USAGE_SPENT.every],
-            *[LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every],
+            *[LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, MACRO_EXPLAIN.every],
         ],
         [*_HEAR_REGISTRY, "_INBOX_tools.>"],
+    ),
+    # Says which instance prefills what, and takes instances over; it sees no prompt.
+    "macro-scheduler": (
+        [*_READ_REGISTRY, TAKE.every, DRAIN.every, *_GROUPS, "_INBOX_ingress.>", "_INBOX_tools.>"],
+        [*_HEAR_REGISTRY, INSTANCE.every, ADMISSION.every, MACRO_EXPLAIN.every, "_INBOX_macro-scheduler.>"],
     ),
     # Starts successors, and asks those whose time is up to end.
     "launcher": (

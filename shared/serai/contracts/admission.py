@@ -56,6 +56,8 @@ class AdmissionAsk(msgspec.Struct, frozen=True):
     """One request that wants to be placed."""
 
     request_id: str
+    """Unique among all ingresses: a client's own name of it, which need not be, is followed by `~` and what makes it
+    so. An ask that comes again while it waits is the same ask, and is told WAIT again."""
     prompt_tokens: int
     """Estimated by the ingress."""
     output_tokens_max: int = 0
@@ -77,6 +79,8 @@ class AdmissionRequest(msgspec.Struct, frozen=True):
     """Asks of one ingress that came together: a message costs more than a decision."""
 
     asks: list[AdmissionAsk]
+    withdrawn: list[str] = []
+    """Earlier asks, by their `request_id`, that nobody waits for any more, or whose lease will not be used."""
 
 
 class AdmissionAnswer(msgspec.Struct, frozen=True):
