@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serai.performance.hardware import UnknownHardware, find_gpu
 from serai.runtime.fields import BadInput
@@ -88,16 +88,4 @@ def _checked(place: int, node: Node) -> Node:
         raise BadFleet(f"{at}, storage_bytes_s", f"is {node.storage_bytes_s}", "give bytes per second above 0")
     if node.ends_in_s is not None and not node.ends_in_s >= 0:
         raise BadFleet(f"{at}, ends_in_s", f"is {node.ends_in_s}", "give seconds of 0 or more, or leave it out")
-    if gpu == node.gpu:
-        return node
-    return Node(
-        node.name,
-        gpu,
-        node.gpus,
-        node.site,
-        node.provider,
-        node.failure_domain,
-        node.ends_in_s,
-        node.storage_bytes_s,
-        node.host_agent,
-    )
+    return node if gpu == node.gpu else replace(node, gpu=gpu)
