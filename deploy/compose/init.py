@@ -24,6 +24,7 @@ ROLES = {
     # By which NATS tells the registry whose connection has closed, and which `serai health` and `serai registry` use.
     "system": "registry",
     "tools": "registry",
+    "placer": "placer",
     # Nothing here uses it; kept, so that NATS' list of users stays the same.
     "launcher": "registry",
 }

@@ -17,7 +17,19 @@ import msgspec
 import pytest
 from msgspec import NODEFAULT
 
-from serai.contracts import admission, drain, inference, launcher, limits, registry, session_record, status, usage
+from golden.placement_samples import MESSAGES as PLACEMENT_MESSAGES
+from serai.contracts import (
+    admission,
+    drain,
+    inference,
+    launcher,
+    limits,
+    placement,
+    registry,
+    session_record,
+    status,
+    usage,
+)
 from serai.contracts.admission import (
     AdmissionAnswer,
     AdmissionAnswers,
@@ -302,6 +314,7 @@ MESSAGES: list[object] = [
     SpentRequest(["project:climate", "key:alice-laptop"], "2026-11-01T00:00:00Z"),
     _SPENT,
     SpentAnswer([_SPENT], "the database is locked"),
+    *PLACEMENT_MESSAGES,
 ]
 
 _PAYLOADS: dict[FrameKind, tuple[int, bytes]] = {
@@ -363,7 +376,18 @@ def test_a_frame_is_written_and_read_as_in_its_sample(frame: Frame) -> None:
 def test_every_message_and_frame_kind_has_a_sample_and_every_sample_is_of_one() -> None:
     kinds = {
         name
-        for module in (admission, drain, inference, launcher, limits, registry, session_record, status, usage)
+        for module in (
+            admission,
+            drain,
+            inference,
+            launcher,
+            limits,
+            placement,
+            registry,
+            session_record,
+            status,
+            usage,
+        )
         for name in messages_of(module)
     }
     assert {message_name(message) for message in MESSAGES} == kinds

@@ -20,6 +20,7 @@ import nkeys
 
 from serai.contracts.subjects import (
     ADMISSION,
+    ASSIGN,
     BEAT,
     BUDGETS_BUCKET,
     CANCEL,
@@ -38,6 +39,11 @@ from serai.contracts.subjects import (
     MACRO_EXPLAIN,
     OPINION,
     OWNERS_BUCKET,
+    PLACEMENT_APPLY,
+    PLACEMENT_BUCKET,
+    PLACEMENT_EXPLAIN,
+    POOL,
+    POOLS_BUCKET,
     PROBE,
     SESSION,
     SESSIONS_BUCKET,
@@ -46,6 +52,7 @@ from serai.contracts.subjects import (
     TAKE,
     USAGE,
     USAGE_CONSUMER,
+    USAGE_DEMAND,
     USAGE_SPENT,
     USAGE_STREAM,
 )
@@ -61,6 +68,7 @@ def _compare_and_set(bucket: str) -> list[str]:
 
 _BUDGETS = _compare_and_set(BUDGETS_BUCKET)
 _LAUNCHERS = _compare_and_set(LAUNCHERS_BUCKET)
+_PLACEMENT = [*_compare_and_set(PLACEMENT_BUCKET), *_compare_and_set(POOLS_BUCKET)]
 _GROUPS = [*_compare_and_set(GROUPS_BUCKET), *_compare_and_set(OWNERS_BUCKET)]
 
 _ROLES: dict[str, tuple[list[str], list[str]]] = {
@@ -76,7 +84,7 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         [
             *[SESSION.every, BEAT.every, DISCONNECTED.every, *_READ_REGISTRY],
             *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
-            *["_INBOX_macro-scheduler.>", "$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
+            *["_INBOX_macro-scheduler.>", "_INBOX_placer.>", "$JS.>", f"$KV.{SESSIONS_BUCKET}.>"],
         ],
         [*_HEAR_REGISTRY, *[s.every for s in (DIGEST, SNAPSHOT, OPINION, ENDED, CLEARED)], "_INBOX_registry.>"],
     ),
@@ -84,11 +92,16 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         # Answers go to ingress inboxes, whose names cannot be guessed. Not allow_responses: the server would keep
         # every reply subject until it expires, and walk them all each second.
         [
-            *[SESSION.every, STATUS.every, PROBE.every, INSTANCE.every],
+            *[SESSION.every, STATUS.every, PROBE.every, INSTANCE.every, POOL.every],
             *["_INBOX_agent.>", "_INBOX_ingress.>", "_INBOX_registry.>", "_INBOX_tools.>", "_INBOX_launcher.>"],
-            "_INBOX_macro-scheduler.>",
+            *["_INBOX_macro-scheduler.>", "_INBOX_placer.>"],
+            # A pool agent that starts anew reads what it is to run; it writes nothing there.
+            f"$JS.API.STREAM.MSG.GET.KV_{POOLS_BUCKET}",
         ],
-        [SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, TAKE.every, "_INBOX_agent.>"],
+        [
+            *[SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, TAKE.every, ASSIGN.every],
+            "_INBOX_agent.>",
+        ],
     ),
     # Of JetStream the ledger has its one stream and its one consumer of that, and nothing else.
     "ledger": (
@@ -98,15 +111,16 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
                 f"$JS.API.CONSUMER.{what}.{USAGE_STREAM}.{USAGE_CONSUMER}"
                 for what in ("INFO", "DURABLE.CREATE", "MSG.NEXT")
             ],
-            *["$JS.ACK.>", "_INBOX_ingress.>", "_INBOX_tools.>"],
+            *["$JS.ACK.>", "_INBOX_ingress.>", "_INBOX_tools.>", "_INBOX_placer.>"],
         ],
-        [USAGE_SPENT.every, "_INBOX_ledger.>"],
+        [USAGE_SPENT.every, USAGE_DEMAND.every, "_INBOX_ledger.>"],
     ),
     # `serai registry …` and `serai health`: they look, pass on the batch system's word, and ask sessions to end.
     "tools": (
         [
             *[*_READ_REGISTRY, ENDED.every, CLEARED.every, DRAIN.every, USAGE_SPENT.every],
             *[LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, MACRO_EXPLAIN.every],
+            *[PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every],
         ],
         [*_HEAR_REGISTRY, "_INBOX_tools.>"],
     ),
@@ -117,8 +131,16 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     ),
     # Starts successors, and asks those whose time is up to end.
     "launcher": (
-        [*_READ_REGISTRY, ENDED.every, DRAIN.every, *_LAUNCHERS, "_INBOX_tools.>"],
+        [*_READ_REGISTRY, ENDED.every, DRAIN.every, *_LAUNCHERS, "_INBOX_tools.>", "_INBOX_placer.>"],
         [*_HEAR_REGISTRY, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, "_INBOX_launcher.>"],
+    ),
+    # Says which engine runs where; it sees no request.
+    "placer": (
+        [
+            *[*_READ_REGISTRY, ASSIGN.every, USAGE_DEMAND.every, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every],
+            *[*_PLACEMENT, "_INBOX_tools.>"],
+        ],
+        [*_HEAR_REGISTRY, POOL.every, PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every, "_INBOX_placer.>"],
     ),
 }
 

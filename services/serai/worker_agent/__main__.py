@@ -1,4 +1,5 @@
-"""`serai agent --model NAME -- COMMAND…`: the one place where the agent's real collaborators are made."""
+"""`serai agent --model NAME -- COMMAND…`: the one place where the agent's real collaborators are made. Those of a pool
+agent (`serai agent --pool`) are made in `pool_run`."""
 
 from __future__ import annotations
 
@@ -21,18 +22,22 @@ from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.engine.process import LoopbackStarter
 from serai.worker_agent.gpus import visible_gpus
 from serai.worker_agent.nodes import own_place, run_other_rank, starter_for
+from serai.worker_agent.pool_run import run_pool
+from serai.worker_agent.pool_settings import PoolSettings
 from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser, AgentSettings)
+    add_settings(parser, PoolSettings)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the engine's command")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = read_settings(AgentSettings, arguments)
+    settings = read_settings(PoolSettings, arguments)
     command = [word for index, word in enumerate(arguments.command) if index or word != "--"]
+    if settings.pool:
+        return run_pool(settings, command)
     if bool(command) == bool(settings.engine_url):
         refuse("give the engine's command after `--`, or --engine-url for one that runs already (one of the two)")
     engine = engine_of(settings.engine, command)

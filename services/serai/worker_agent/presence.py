@@ -100,7 +100,7 @@ class Presence:
 
     async def listen(self) -> None:
         """To what concerns us before the engine serves: whether we are there, and what the registry says of us."""
-        acknowledgements = f"{self._bus.inbox_prefix}.announced"
+        acknowledgements = f"{self._bus.inbox_prefix}.announced.{self.record.session}"
         self._subscriptions.append(await self._bus.subscribe(f"{acknowledgements}.*", self._on_acknowledged))
         self._acknowledgements = acknowledgements
         probes = await self._bus.subscribe(PROBE.of(self.record.session), self._probes.on_probe)

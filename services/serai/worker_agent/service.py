@@ -86,13 +86,14 @@ class NodeAgent:
                 tasks.create_task(endings.watching(stop, warned or asyncio.Event())),
             ]
             try:
-                await self._host_sessions(endings.notice)
+                await self.host_sessions(endings.notice)
             finally:
                 for task in living:
                     task.cancel()
 
-    async def _host_sessions(self, notice: Notice) -> None:
-        """One after the other: an engine that is started again is a new session."""
+    async def host_sessions(self, notice: Notice) -> None:
+        """One after the other, until `notice` is given: an engine that is started again is a new session. Raises
+        ServiceFailure. `run` does this for a process that has one engine; a pool agent does it side by side."""
         pause_s = 0.0
         while True:
             heard = notice.follower()

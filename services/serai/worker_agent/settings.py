@@ -69,8 +69,7 @@ class AgentSettings(ConnectionSettings):
         ConnectionSettings.__post_init__(self)
         if self.engine not in ("auto", *ENGINES):
             raise ValueError(f"--engine {self.engine!r}: must be auto or one of {', '.join(ENGINES)}")
-        if not self.model:
-            raise ValueError("--model must not be empty")
+        self.check_model()
         if self.engine_url:
             try:
                 Origin.parse(self.engine_url)
@@ -107,6 +106,11 @@ class AgentSettings(ConnectionSettings):
         if self.prefill_s_per_token < 0:
             raise ValueError("--prefill-s-per-token must not be negative; 0 = by kind of engine")
         _check_labels(self.labels)
+
+    def check_model(self) -> None:
+        """Raises ValueError when there is none."""
+        if not self.model:
+            raise ValueError("--model must not be empty")
 
     @property
     def label_values(self) -> dict[str, str]:

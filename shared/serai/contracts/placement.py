@@ -1,8 +1,8 @@
 """Placement: what pool agents have and run, what they are told to run, and what the placer says of it.
 
-A pool agent is a node agent without an engine command. It says what it has (`PoolReport`, on core NATS, may be lost) and
-obeys `Assignments` that are newer than the last ones. Those lie in KV too, one key for each pool, so that an agent that
-starts anew finds them while no placer runs. The placer's own state is one KV key, which is a lease: written by
+A pool agent is a node agent without an engine command. It says what it has (`PoolReport`, on core NATS, may be lost)
+and obeys `Assignments` that are newer than the last ones. Those lie in KV too, one key for each pool, so that an agent
+that starts anew finds them while no placer runs. The placer's own state is one KV key, which is a lease: written by
 compare-and-set by whoever acts, before it acts. No time of any clock is in any of them, only durations.
 """
 

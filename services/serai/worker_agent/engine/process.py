@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -264,12 +264,14 @@ class EngineProcess:
 
 @dataclass(frozen=True, slots=True)
 class LoopbackStarter:
-    """The real `EngineStarter`: a child process on a free port of this host. The fields are `engine_environment`'s."""
+    """The real `EngineStarter`: a child process on a free port of this host. The fields are `engine_environment`'s, but
+    for `variables`: what its environment has in place of ours."""
 
     scratch: str = ""
     interface: str = ""
     address: str = ""
     keep_proxies: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     async def __call__(self, engine: Engine, command: Sequence[str]) -> tuple[RunningEngine, Origin]:
         held = HeldPort()
@@ -279,7 +281,7 @@ class LoopbackStarter:
             log.info("engine.starting", kind=engine.kind, command=addressed)
             mark = process_table.new_mark(str(port))
             environment = engine_environment(
-                os.environ,
+                os.environ | self.variables,
                 engine.environment(),
                 mark=mark,
                 scratch=self.scratch,
