@@ -55,18 +55,25 @@ class Said(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """An engine that tells its steps has ended one: with `decoded`, every stream that had its first token before it
-    began has one more. A gate is fed either these or `Said`, never both."""
+    """An engine that tells its steps has ended one, and what came of it. With `decoded`, every stream that had its
+    first token before the step began has one more. A gate is fed either these, or `FirstToken` and `Said`."""
 
-    decoded: bool
     duration_s: float
-    mixed: bool = False
-
-
-class Preempted(NamedTuple):
-    """Its KV was dropped; it will be computed again. Only from engines that tell."""
-
-    key: str
+    decoded: bool
+    prompt_tokens: int = 0
+    """Tokens of prompts that the step worked on."""
+    backlog_tokens: int = 0
+    """Tokens of prompts that the engine has still to work on, preempted ones included."""
+    first: Sequence[str] = ()
+    """Whose prefill is done."""
+    ended: Sequence[str] = ()
+    preempted: Sequence[str] = ()
+    """Whose KV was dropped so that the step could begin; they are computed again."""
+    again: Sequence[str] = ()
+    """Who has been computed again and decodes on."""
+    kv_tokens_free: int = 0
+    context_tokens: int = 0
+    """Tokens that the decoding requests have in the cache."""
 
 
 class Ended(NamedTuple):
@@ -96,7 +103,7 @@ class Tick(NamedTuple):
     """A wanted time has come."""
 
 
-GateEvent = Offered | FirstToken | Said | Stepped | Preempted | Ended | EngineSays | Taken | Tick
+GateEvent = Offered | FirstToken | Said | Stepped | Ended | EngineSays | Taken | Tick
 
 
 class Release(NamedTuple):
@@ -113,9 +120,11 @@ class RefuseLease(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Tell an engine that can be told; others are left as they are."""
+    """Tell an engine that can be told, from its next step on; others are left as they are."""
 
     position: Position
+    prompt_tokens_max: int | None = None
+    """Tokens of prompts in one step; None = as many as the engine's settings allow."""
 
 
 class WakeAt(NamedTuple):

@@ -50,6 +50,9 @@ class Lease(msgspec.Struct, frozen=True):
     """0 = no target."""
     best_effort: bool = False
     prompt_tokens: int = 0
+    window: int = 0
+    """Counts this owner's windows on this instance, where its policy decides on them (`paper`, `author_code`). With a
+    higher one, all that was there before is older than the window; see `InstanceReport.older`."""
 
 
 class AdmissionAsk(msgspec.Struct, frozen=True):
@@ -159,6 +162,12 @@ class InstanceReport(msgspec.Struct, frozen=True):
     refused_total: int = 0
     stalled_ratio_max: float = 0.0
     """Longest stall of a running stream ÷ its TPOT target, since the last report."""
+    window: int = 0
+    """The highest `Lease.window` seen."""
+    older: Spread = Spread(0)
+    """Of the streams that decode, those of earlier windows."""
+    context_tokens: int = 0
+    """Tokens of all streams that decode, prompts included; 0 = not known."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from itertools import chain
 
 from serai.engine_emulator.batching.kv_blocks import KvBlocks
 from serai.engine_emulator.batching.sequence import Place, Sequence
-from serai.engine_emulator.batching.settings import BatchMode, BatchSettings
+from serai.engine_emulator.batching.settings import BatchMode, BatchSettings, Phase
 from serai.engine_emulator.batching.steps import Decoded, RunningStep, StepKind, StepOutcome
 from serai.performance.latency_model import LatencyModel, PrefillChunk, Step
 
@@ -46,8 +46,9 @@ class BatchEngine:
         energy_j: Callable[[Step], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.prefill_open = True
-        """PHASE_GATED only: whether prompts may be worked on. Takes effect with the next step."""
+        self.prompt_tokens_max: int | None = None
+        """PHASE_GATED only: tokens of prompts in one step, below `step_tokens_max`; a prompt is cut there. Whoever
+        decides on phases decides on this, from step to step."""
         self.decode_steps = 0
         self.context_tokens = 0
         """Tokens that the decoding sequences have in the cache."""
@@ -76,6 +77,7 @@ class BatchEngine:
         self._block_tokens = settings.block_tokens
         self._reserve = settings.reserve
         self._mixed = settings.mode is BatchMode.MIXED
+        self._phase = Phase.PREFILL
         self._blocks = KvBlocks(settings.kv_tokens // settings.block_tokens)
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
         self._arrived: OrderedDict[Sequence, None] = OrderedDict()
@@ -95,6 +97,28 @@ class BatchEngine:
         self._preempted: list[Sequence] = []
         self._head: tuple[Sequence, int, int, int] | None = None
         """What the prefix cache had for the first that waits: sequence, version, blocks, idle ones among them."""
+
+    # Phases
+
+    @property
+    def phase(self) -> Phase:
+        """PHASE_GATED only: what its next steps do. Setting it takes effect with the next step."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = phase
+        if self._is_gated:
+            self._mixed = phase is Phase.MIXED
+
+    @property
+    def prefill_open(self) -> bool:
+        """Whether the phase lets prompts be worked on. Setting it chooses between PREFILL and DECODE."""
+        return self._phase is not Phase.DECODE
+
+    @prefill_open.setter
+    def prefill_open(self, is_open: bool) -> None:
+        self.phase = Phase.PREFILL if is_open else Phase.DECODE
 
     # Views
 
@@ -257,7 +281,7 @@ class BatchEngine:
         if self._mixed:
             return self._plan_mixed(now_s)
         pieces: Pieces = []
-        if (self._waiting or self._prefilling) and (self.prefill_open or not self._is_gated):
+        if (self._waiting or self._prefilling) and self._phase is not Phase.DECODE:
             pieces = self._prefill_batch(now_s)
         if not pieces:
             self._grow()
@@ -267,6 +291,8 @@ class BatchEngine:
         preempted = len(self._preempted)
         self._grow()
         budget = self.settings.step_tokens_max - len(self._decoding)
+        if self.prompt_tokens_max is not None:
+            budget = min(budget, self.prompt_tokens_max)
         pieces: Pieces = []
         for sequence in list(self._prefilling) if self._prefilling else ():
             tokens = min(self._longest_piece(sequence), budget)
@@ -287,19 +313,21 @@ class BatchEngine:
 
     def _prefill_batch(self, now_s: float) -> Pieces:
         """Half-processed prompts first, then waiting ones, as far as budget, slots and blocks go."""
-        budget = self.settings.step_tokens_max
+        budget = self._batch_budget
         pieces: Pieces = []
-        for sequence in self._prefilling:
+        for sequence in list(self._prefilling) if self._prefilling else ():
             tokens = self._piece_in_batch(sequence, budget, first=not pieces)
             if not tokens:
                 return pieces
-            pieces.append((sequence, tokens))
-            budget -= tokens
+            # Only who was let in by a mixed step lacks blocks for the rest of its prompt.
+            if sequence.place is Place.PREFILLING and self._make_room(sequence, tokens):
+                pieces.append((sequence, tokens))
+                budget -= tokens
         while self._waiting and budget > 0 and self._has_slot:
             sequence = next(iter(self._waiting))
             hits, _ = self._prefix_of(sequence)
             rest = sequence.goal - hits * self._block_tokens
-            if self.settings.chunk_tokens_max is None and pieces and rest > budget:
+            if not self._cuts and pieces and rest > budget:
                 break
             if self._admit_first(now_s, sequence.goal) is None:
                 break
@@ -310,7 +338,7 @@ class BatchEngine:
 
     def _piece_in_batch(self, sequence: Sequence, budget: int, *, first: bool) -> int:
         tokens = self._longest_piece(sequence)
-        if self.settings.chunk_tokens_max is not None:
+        if self._cuts:
             return min(tokens, budget)
         return tokens if first or tokens <= budget else 0
 
@@ -318,6 +346,16 @@ class BatchEngine:
         rest = sequence.goal - sequence.computed
         longest = self.settings.chunk_tokens_max
         return rest if longest is None or rest < longest else longest
+
+    @property
+    def _batch_budget(self) -> int:
+        most = self.settings.step_tokens_max
+        return most if self.prompt_tokens_max is None else min(most, self.prompt_tokens_max)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether a prompt may be cut at the end of a batch."""
+        return self.settings.chunk_tokens_max is not None or self.prompt_tokens_max is not None
 
     @property
     def _has_slot(self) -> bool:
@@ -422,7 +460,7 @@ class BatchEngine:
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Blocks for the next `tokens` of an unfinished prompt. False when it had to give way itself."""
-        needed = -(-(sequence.computed + tokens) // self._block_tokens) - sequence.blocks
+        needed = max(0, -(-(sequence.computed + tokens) // self._block_tokens) - sequence.blocks)
         while needed > self._blocks.free:
             victim = self._victim()
             self._preempt(victim)

@@ -18,8 +18,18 @@ class BatchMode(StrEnum):
     PREFILL_FIRST = "prefill-first"
     """SGLang's default loop: a prefill batch when one waits and fits, else one decode step for all."""
     PHASE_GATED = "phase-gated"
-    """Prefills only while the prefill phase is open, where they come first; decodes otherwise. Never an empty step:
-    an open phase with nothing to prefill decodes."""
+    """What the phase says that it is told (`Phase`)."""
+
+
+class Phase(StrEnum):
+    """What a phase-gated engine does with its next steps. Never an empty step: with nothing to prefill it decodes."""
+
+    PREFILL = "prefill"
+    """Prompts first, in steps of their own."""
+    DECODE = "decode"
+    """No prompts."""
+    MIXED = "mixed"
+    """Prompts and decodes share steps, decodes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class BatchSettings:
                 raise BadBatchSettings(f"{name} must be at least 1, not {value}")
         if self.kv_tokens < self.block_tokens:
             raise BadBatchSettings(f"kv_tokens must hold one block of {self.block_tokens}, not {self.kv_tokens}")
-        if self.mode is BatchMode.MIXED and self.step_tokens_max < self.sequences_max:
+        if self.mode in (BatchMode.MIXED, BatchMode.PHASE_GATED) and self.step_tokens_max < self.sequences_max:
             raise BadBatchSettings(
                 f"step_tokens_max must be at least sequences_max ({self.sequences_max}), so that every running "
                 f"request can decode in a mixed step, not {self.step_tokens_max}"

@@ -17,6 +17,7 @@ from serai.engine_emulator.batching.sequence import Sequence as EngineSequence
 from serai.engine_emulator.batching.steps import RunningStep, StepOutcome
 from serai.simulator.fast.dispatch import (
     Arrived,
+    Deliver,
     Dispatch,
     Effect,
     Ended,
@@ -26,6 +27,7 @@ from serai.simulator.fast.dispatch import (
     Refuse,
     Request,
     Send,
+    SetPhase,
     SetTimer,
     StepEnded,
     TimerFired,
@@ -86,6 +88,7 @@ class _Life:
         "cached_tokens",
         "decode_began_ns",
         "decoding",
+        "delivered_ns",
         "finished_ns",
         "first_ns",
         "gap_ns",
@@ -111,6 +114,8 @@ class _Life:
         """When it said its last token, as of the last note."""
         self.gap_ns = 0
         self.decoding = False
+        self.delivered_ns = 0
+        """Until when its output was held back; 0: it never was."""
         self.kept: EngineSequence | None = None
         """The sequence in the prefill instance that holds its KV."""
 
@@ -119,6 +124,10 @@ class _Life:
             self.gap_ns = gap_ns
         self.spoke_ns = spoke_ns
 
+    def _seen(self, at_ns: int | None) -> int | None:
+        """When the client saw what happened at `at_ns`."""
+        return at_ns if at_ns is None or at_ns >= self.delivered_ns else self.delivered_ns
+
     def outcome(self) -> Outcome:
         arrival = self.arrival
         return Outcome(
@@ -126,9 +135,9 @@ class _Life:
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
             instance=self.instance,
-            first_token_ns=self.first_ns,
-            decode_began_ns=self.decode_began_ns,
-            finished_ns=self.finished_ns,
+            first_token_ns=self._seen(self.first_ns),
+            decode_began_ns=self._seen(self.decode_began_ns),
+            finished_ns=self._seen(self.finished_ns),
             preemptions=self.preemptions,
             cached_tokens=self.cached_tokens,
             refused=self.refused,
@@ -222,6 +231,13 @@ class _Cluster:
                 instance = self._instances[number]
                 instance.engine.prefill_open = prefill_open
                 self._touched.append(instance)
+            case SetPhase(number, phase, prompt_tokens_max):
+                instance = self._instances[number]
+                instance.engine.phase = phase
+                instance.engine.prompt_tokens_max = prompt_tokens_max
+                self._touched.append(instance)
+            case Deliver(number):
+                self._lives[number].delivered_ns = self._now_ns
             case SetTimer(at_ns, key):
                 if at_ns < self._now_ns:
                     raise BadDispatch(f"{effect}: that was before now, {self._now_ns} ns")
@@ -467,7 +483,18 @@ def _status(instance: Instance, running: RunningStep, outcome: StepOutcome, bega
         kv_tokens_free=engine.kv_tokens_free,
         prefill_backlog_tokens=engine.prefill_backlog_tokens,
         prefill_open=engine.prefill_open,
+        again=_again(running) if running.prefilled else (),
+        prompt_tokens=sum([tokens for _, tokens in running.prefilled]),
+        context_tokens=engine.context_tokens,
     )
+
+
+def _again(running: RunningStep) -> tuple[int, ...]:
+    return tuple([
+        sequence.owner.request.number
+        for sequence, _ in running.prefilled
+        if sequence.preemptions and sequence.place is Place.DECODING and sequence.said > 1
+    ])
 
 
 def _figures(instance: Instance, duration_ns: int) -> InstanceFigures:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
 
+from serai.engine_emulator.batching.settings import Phase
+
 StepKind = Literal["prefill", "decode", "mixed"]
 
 
@@ -71,6 +73,12 @@ class StepEnded(NamedTuple):
     kv_tokens_free: int
     prefill_backlog_tokens: int
     prefill_open: bool
+    again: tuple[int, ...] = ()
+    """Who had been preempted, has been computed again, and decodes from now on."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that the step worked on."""
+    context_tokens: int = 0
+    """Tokens that the decoding requests have in the cache."""
 
 
 class TimerFired(NamedTuple):
@@ -109,6 +117,22 @@ class Gate(NamedTuple):
     prefill_open: bool
 
 
+class SetPhase(NamedTuple):
+    """What an engine with phase-gated batching does from its next step on, and how many tokens of prompts a step may
+    have (None: as many as its settings allow)."""
+
+    instance: int
+    phase: Phase
+    prompt_tokens_max: int | None = None
+
+
+class Deliver(NamedTuple):
+    """What a request has said so far was held back until now: its client sees its first token, and the beginning of
+    its decoding, not before now."""
+
+    number: int
+
+
 class SetTimer(NamedTuple):
     """Send `TimerFired(key)` at a time, not before now."""
 
@@ -116,7 +140,7 @@ class SetTimer(NamedTuple):
     key: int
 
 
-Effect = Send | Transfer | Refuse | Gate | SetTimer
+Effect = Send | Transfer | Refuse | Gate | SetPhase | Deliver | SetTimer
 
 
 class Dispatch(Protocol):
