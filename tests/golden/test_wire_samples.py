@@ -109,7 +109,7 @@ _REQUEST = InferenceRequest(
     stream=True,
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     operation="chat",
-    lease=Lease(3, 17, 0.125, 1536, 0.75, 2.5, 0.05, True, 1024),
+    lease=Lease(3, 17, 0.125, 1536, 0.75, 2.5, 0.05, True, 1024, 4),
 )
 _ASK = AdmissionAsk(
     request_id="6d1f0c5a9e3b4f27",
@@ -152,6 +152,9 @@ _REPORT = InstanceReport(
     prefill_s_per_token=0.00015,
     refused_total=2,
     stalled_ratio_max=3.5,
+    window=4,
+    older=_SPREAD,
+    context_tokens=9_100,
 )
 _HELD = HeldRequest("6d1f0c5a9e3b4f27", _REQUEST.lease, 0.75, 12, 0.375)
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
