@@ -209,6 +209,16 @@ def test_preempted_requests_end_and_their_gap_shows() -> None:
     assert min(o.itl_max_ns or 0 for o in result.outcomes if not o.preemptions) < 0.1 * NS
 
 
+def test_whoever_never_decoded_can_still_be_judged() -> None:
+    # Preempted after its first token, a request of two tokens says the second by computing its prompt again.
+    settings = BatchSettings(kv_tokens=112, mode=BatchMode.PREFILL_FIRST, prefix_cache=False, decode_reserve=0.0)
+    work = [Arrival(n, 48, 2) for n in range(8)]
+    result = simulate([spec(settings)], work, Routed(RoundRobin, [0]))
+    assert result.figures()["preemptions"] > 0
+    assert result.unfinished == 0
+    assert 0 <= attainment(result.outcomes, SloTarget(5.0, 0.1), LatencyDefinition.STRICT) <= 1
+
+
 def test_what_can_never_fit_is_refused_and_counted() -> None:
     work = [Arrival(0, 100, 10), Arrival(1, 5000, 10), Arrival(2, 100, 10)]
     for name in SYSTEMS:

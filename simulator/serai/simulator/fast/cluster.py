@@ -372,6 +372,9 @@ class _Cluster:
         elif life.spoke_ns != self._now_ns:
             # Its last token came from a decode step, and not just now from computing a prompt again.
             life.gap(*instance.gaps.longest(life.spoke_ns, sequence.joined_at))
+        if life.decode_began_ns is None and life.arrival.output_tokens > 1:
+            # Preempted before it ever decoded: each token it said came from computing its prompt, the last one just now.
+            life.decode_began_ns = self._now_ns
         life.finished_ns = self._now_ns
         self._tell(Ended(life.request, instance.number, True))
 
