@@ -23,12 +23,17 @@ from serai.simulator.fast.dispatch import (
     Ended,
     Event,
     Gate,
+    Joined,
+    Left,
+    Move,
     Prefilled,
     Refuse,
     Request,
+    Retire,
     Send,
     SetPhase,
     SetTimer,
+    Start,
     StepEnded,
     TimerFired,
     Transfer,
@@ -97,6 +102,8 @@ class _Life:
         "preemptions",
         "refused",
         "request",
+        "said_before",
+        "sequence",
         "spoke_ns",
     )
 
@@ -116,6 +123,10 @@ class _Life:
         self.decoding = False
         self.delivered_ns = 0
         """Until when its output was held back; 0: it never was."""
+        self.sequence: EngineSequence | None = None
+        """In the engine that it was given to last."""
+        self.said_before = 0
+        """Tokens said on instances that it was moved away from."""
         self.kept: EngineSequence | None = None
         """The sequence in the prefill instance that holds its KV."""
 
@@ -155,7 +166,7 @@ class _Cluster:
         settings: ClusterSettings,
         watch: Callable[[Instance, int], None] | None,
     ) -> None:
-        self._instances = [Instance(number, spec) for number, spec in enumerate(specs)]
+        self._instances: list[Instance] = []
         self._dispatch = dispatch
         self._settings = settings
         self._watch = watch
@@ -169,6 +180,8 @@ class _Cluster:
         self._steps = 0
         self._touched: list[Instance] = []
         """Who may be able to begin a step now."""
+        for spec in specs:
+            self._add(spec, round(spec.joins_at_s * NS))
 
     # The loop
 
@@ -238,6 +251,16 @@ class _Cluster:
                 self._touched.append(instance)
             case Deliver(number):
                 self._lives[number].delivered_ns = self._now_ns
+            case Start(like, at_ns):
+                if at_ns < self._now_ns:
+                    raise BadDispatch(f"{effect}: that was before now, {self._now_ns} ns")
+                self._add(self._instances[like].spec, at_ns)
+            case Retire(number):
+                instance = self._instances[number]
+                instance.retired = True
+                self._leave_if_done(instance)
+            case Move():
+                self._move(effect)
             case SetTimer(at_ns, key):
                 if at_ns < self._now_ns:
                     raise BadDispatch(f"{effect}: that was before now, {self._now_ns} ns")
@@ -259,22 +282,30 @@ class _Cluster:
             raise BadDispatch(f"{send}: the request was sent or refused before")
         if self._instances[send.instance].spec.role is Role.DECODE:
             raise BadDispatch(f"{send}: that instance only decodes")
-        life.instance = send.instance
+        self._give(life, send)
+
+    def _give(self, life: _Life, effect: Send | Move) -> None:
+        instance = self._instances[effect.instance]
+        if not instance.serving or instance.retired:
+            raise BadDispatch(f"{effect}: that instance does not serve {'any more' if instance.retired else 'yet'}")
+        life.instance = instance.number
         if self._send_delay_ns:
+            instance.coming.add(life.request.number)
             self._at(self._now_ns + self._send_delay_ns, self._submit_late, life)
         else:
             self._submit(life)
 
     def _submit_late(self, life: _Life) -> None:
+        self._instances[life.instance].coming.discard(life.request.number)
         self._submit(life)
         self._wake()
 
     def _submit(self, life: _Life) -> None:
         arrival, instance = life.arrival, self._instances[life.instance]
-        sequence = EngineSequence(
+        sequence = life.sequence = EngineSequence(
             life.request.number,
-            arrival.prompt_tokens,
-            arrival.output_tokens,
+            arrival.prompt_tokens + life.said_before,
+            arrival.output_tokens - life.said_before,
             block_keys=arrival.block_keys,
             prefill_only=instance.spec.role is Role.PREFILL,
             owner=life,
@@ -286,6 +317,48 @@ class _Cluster:
             self._tell(Ended(life.request, instance.number, False))
             return
         self._touched.append(instance)
+
+    # Instances that come and go
+
+    def _add(self, spec: InstanceSpec, at_ns: int) -> None:
+        instance = Instance(len(self._instances), spec, self._now_ns)
+        self._instances.append(instance)
+        if at_ns:
+            self._at(at_ns, self._join, instance)
+        else:
+            instance.serving = True
+
+    def _join(self, instance: Instance) -> None:
+        instance.serving = True
+        self._tell(Joined(instance.number))
+        self._wake()
+
+    def _leave_if_done(self, instance: Instance) -> None:
+        if instance.is_done and instance.left_ns is None:
+            instance.left_ns = self._now_ns
+            self._tell(Left(instance.number))
+
+    def _move(self, move: Move) -> None:
+        """The running step's token, if it has a part in one, is lost with its place in the batch."""
+        life = self._lives[move.number]
+        if life.instance < 0 or self._instances[life.instance].spec.role is not Role.WHOLE:
+            raise BadDispatch(f"{move}: the request is with no instance that it could be moved from")
+        if life.finished_ns is not None or life.refused:
+            return
+        source, sequence = self._instances[life.instance], life.sequence
+        if life.request.number in source.coming or sequence is None:
+            raise BadDispatch(f"{move}: the request is still on its way to instance {source.number}")
+        if life.decoding:
+            life.gap(*source.gaps.longest(life.spoke_ns, sequence.joined_at))
+            life.decoding = False
+        if sequence.decode_began_at_s is not None and life.decode_began_ns is None:
+            life.decode_began_ns = round(sequence.decode_began_at_s * NS)
+        life.said_before += source.engine.produced(sequence)
+        life.preemptions += sequence.preemptions
+        source.engine.abort(sequence, self._now_ns / NS)
+        self._touched.append(source)
+        self._give(life, move)
+        self._leave_if_done(source)
 
     # Steps
 
@@ -333,6 +406,8 @@ class _Cluster:
                 self._tell(status)
         if instance.expected:
             self._start_transfers(instance)
+        if instance.retired:
+            self._leave_if_done(instance)
         self._wake()
 
     def _preempted(self, instance: Instance, outcome: StepOutcome) -> None:
@@ -347,7 +422,10 @@ class _Cluster:
         now_ns = self._now_ns
         for sequence in outcome.said_first:
             life: _Life = sequence.owner
-            life.first_ns = life.spoke_ns = now_ns
+            if life.first_ns is None:
+                life.first_ns = life.spoke_ns = now_ns
+            else:
+                life.gap(now_ns - life.spoke_ns, now_ns)
             life.decoding = True
         for sequence, _ in running.prefilled:
             if sequence.preemptions and sequence.place in (Place.DECODING, Place.ENDED):
@@ -359,7 +437,7 @@ class _Cluster:
     def _finished(self, instance: Instance, sequence: EngineSequence) -> None:
         life: _Life = sequence.owner
         life.preemptions += sequence.preemptions
-        if sequence.decode_began_at_s is not None:
+        if sequence.decode_began_at_s is not None and life.decode_began_ns is None:
             life.decode_began_ns = round(sequence.decode_began_at_s * NS)
         if not sequence.prefilled:
             life.cached_tokens = sequence.cached_tokens
@@ -373,7 +451,7 @@ class _Cluster:
             # Its last token came from a decode step, and not just now from computing a prompt again.
             life.gap(*instance.gaps.longest(life.spoke_ns, sequence.joined_at))
         if life.decode_began_ns is None and life.arrival.output_tokens > 1:
-            # Preempted before it ever decoded: each token it said came from computing its prompt, the last one just now.
+            # Preempted before it ever decoded: each token came from computing its prompt, the last one just now.
             life.decode_began_ns = self._now_ns
         life.finished_ns = self._now_ns
         self._tell(Ended(life.request, instance.number, True))
@@ -493,22 +571,26 @@ def _status(instance: Instance, running: RunningStep, outcome: StepOutcome, bega
 
 
 def _again(running: RunningStep) -> tuple[int, ...]:
-    return tuple([
-        sequence.owner.request.number
-        for sequence, _ in running.prefilled
-        if sequence.preemptions and sequence.place is Place.DECODING and sequence.said > 1
-    ])
+    return tuple(
+        [
+            sequence.owner.request.number
+            for sequence, _ in running.prefilled
+            if sequence.preemptions and sequence.place is Place.DECODING and sequence.said > 1
+        ]
+    )
 
 
 def _figures(instance: Instance, duration_ns: int) -> InstanceFigures:
     engine, spec = instance.engine, instance.spec
-    duration_s = duration_ns / NS
+    until_ns = duration_ns if instance.left_ns is None else instance.left_ns
+    duration_s = max(0, until_ns - instance.taken_ns) / NS
     # A step that the end of the run has cut counts in full with the engine.
     busy_s = min(engine.busy_s, duration_s)
     idle_j = spec.idle_power_w * (duration_s - busy_s) if spec.energy_j is not None else 0.0
     return InstanceFigures(
         role=spec.role.value,
         gpus=spec.gpus,
+        held_s=duration_s,
         busy_share=busy_s / duration_s if duration_s else 0.0,
         prefill_share=min(engine.prefill_busy_s, duration_s) / duration_s if duration_s else 0.0,
         decode_steps=engine.decode_steps,
