@@ -33,7 +33,9 @@ FULL, LOSS, FREE = (Verdict(True, "x", price) for price in (Price.FULL, Price.LO
 
 @pytest.mark.parametrize("code", FailureCode)
 def test_a_first_try_is_repeated_when_the_connection_was_lost_or_no_engine_had_begun(code: FailureCode) -> None:
-    assert after_failure(InferenceFailure(code, "x"), 1).again == (code in CONNECTION_LOST | {FailureCode.BUSY})
+    assert after_failure(InferenceFailure(code, "x"), 1).again == (
+        code in CONNECTION_LOST | {FailureCode.BUSY, FailureCode.LEASE_REFUSED}
+    )
     verdict = after_failure(InferenceFailure(code, "x", retry_safe=True), 1)
     assert verdict.again
     assert code.value in verdict.reason
@@ -41,7 +43,7 @@ def test_a_first_try_is_repeated_when_the_connection_was_lost_or_no_engine_had_b
 
 @given(st.sampled_from(FailureCode), st.booleans(), st.integers(TRIES_MAX, 9), st.booleans())
 def test_there_is_never_a_fourth_try(code: FailureCode, safe: bool, tries: int, rested: bool) -> None:
-    if code is not FailureCode.NO_RESPONDERS:
+    if code not in (FailureCode.NO_RESPONDERS, FailureCode.LEASE_REFUSED):
         assert not after_failure(InferenceFailure(code, "x", retry_safe=safe), tries, rested=rested).again
     assert not any(after_status(status, tries, rested=rested, marked_safe=safe).again for status in range(100, 600))
 
@@ -51,6 +53,14 @@ def test_sessions_of_a_site_that_was_cut_off_do_not_use_up_the_tries() -> None:
     gone = InferenceFailure(FailureCode.NO_RESPONDERS, "x")
     assert all(after_failure(gone, tries).again for tries in range(1, NOBODY_THERE_TRIES_MAX))
     assert not after_failure(gone, NOBODY_THERE_TRIES_MAX).again
+
+
+def test_a_refused_lease_costs_neither_tries_nor_budget() -> None:
+    refused = InferenceFailure(FailureCode.LEASE_REFUSED, "its slack is spent", retry_safe=True)
+    verdict = after_failure(refused, TRIES_MAX)
+    assert verdict.again
+    assert verdict.price is Price.NOTHING
+    assert not after_failure(refused, NOBODY_THERE_TRIES_MAX).again
 
 
 @given(st.integers(100, 599), st.integers(1, TRIES_MAX - 1))

@@ -61,6 +61,7 @@ def test_a_session_is_blamed_for_what_lies_with_it(code: FailureCode) -> None:
         FailureCode.CANCELLED,
         FailureCode.BUS_LOST,
         FailureCode.STOPPED,
+        FailureCode.LEASE_REFUSED,
     }
     expected = Outcome.BUSY if code in busy else Outcome.NOTHING if code in elsewhere else Outcome.FAILURE
     if code is FailureCode.ENGINE_UNREACHABLE:

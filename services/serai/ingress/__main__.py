@@ -8,6 +8,7 @@ import signal
 import sys
 
 from serai.contracts.subjects import (
+    ADMISSION,
     BEAT,
     BUDGETS_BUCKET,
     CANCEL,
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             await bus.self_test(
                 must_publish=[
-                    *[INFERENCE.every, CANCEL.every, PROBE.every],
+                    *[INFERENCE.every, CANCEL.every, PROBE.every, ADMISSION.every],
                     *[SNAPSHOT.every, DIGEST.every, OPINION.every, USAGE.of_site(settings.site)],
                     *[LIMITS.every, f"$KV.{BUDGETS_BUCKET}.*"],
                 ],

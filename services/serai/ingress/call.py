@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
+from serai.contracts.admission import Lease
 from serai.contracts.session_record import SessionRecord
 from serai.contracts.usage import Outcome as Outcome
 from serai.ingress.caller import Caller
@@ -50,6 +51,15 @@ class Call:
     """The engine is asked to tell the usage in the stream; its client has not asked for that."""
     tracked: bool = True
     """False: its caller wants to be in no record by name, and may."""
+    best_effort: bool = True
+    """False: better refused than late."""
+    lease: Lease | None = None
+    """What a macro-scheduler promised it at the session that it goes to now."""
+    leases_refused: tuple[str, ...] = ()
+    """Sessions that could not keep what was promised. They have done no wrong, and may be tried without a lease."""
+    lease_refusals: int = 0
+    named_by_client: bool = False
+    """Its id is its client's word, and others may have the same."""
     traceparent: str = ""
     span: Span | None = None
     tried: list[SessionRecord] = field(default_factory=list)
@@ -79,6 +89,12 @@ class Call:
     def tried_now(self) -> list[SessionRecord]:
         """Since its turn came."""
         return self.tried[self.tries_of_earlier_turns :] if self.tries_of_earlier_turns else self.tried
+
+    @property
+    def tried_in_vain(self) -> list[SessionRecord]:
+        """Of these, those that may not be tried again."""
+        refused = self.leases_refused
+        return [r for r in self.tried_now if r.session not in refused] if refused else self.tried_now
 
     @property
     def path(self) -> str:

@@ -29,6 +29,7 @@ from serai.ingress.event_answer import Broken, EventAnswer
 from serai.ingress.http_server import ClientGone, ClientRequest
 from serai.ingress.inference_client import InferenceClient, InferenceStream, StreamFailed
 from serai.ingress.keep_alive import KeepAlive, Line
+from serai.ingress.leased_pick import LeasedPick
 from serai.ingress.openai_format import (
     ApiError,
     endpoint_not_supported,
@@ -75,6 +76,7 @@ class Calls:
         tracing: Tracing,
         admission: Admission,
         accounting: Accounting,
+        leased: LeasedPick,
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -86,6 +88,7 @@ class Calls:
         self._tracing = tracing
         self._admission = admission
         self._accounting = accounting
+        self._leased = leased
         self.request_ids = RequestIds()
         self._continuing = Continuing(settings.continuing)
         self._keep_alive = KeepAlive(settings.keep_alive_s)
@@ -180,6 +183,8 @@ class Calls:
             outputs=asked.outputs,
             hides_usage=stream_usage.is_hidden(endpoint, asked.stream, request.body),
             tracked=is_tracked(headers, caller),
+            best_effort=targets.best_effort,
+            named_by_client=REQUEST_ID in headers,
         )
         parent, sampled = self._tracing.incoming(headers.get("traceparent"))
         if sampled:
@@ -192,9 +197,11 @@ class Calls:
     def _pick(self, call: Call) -> SessionRecord:
         """Hop 2: model → candidates → one session."""
         now = time.monotonic()
-        record = self._chooser.choose(call.wish, self._chooser.fitting(call.wish, now), call.tried_now, now)
+        record = self._chooser.choose(call.wish, self._chooser.fitting(call.wish, now), call.tried_in_vain, now)
         if record is None:
             raise self._nobody(call, now)
+        if call.leases_refused:  # Without a lease, what it does now is its own doing.
+            call.leases_refused = tuple([name for name in call.leases_refused if name != record.session])
         if not call.tried:
             self._chooser.first_try(call.model, now)
         return record
@@ -223,7 +230,8 @@ class Calls:
     async def _try_until_answered(self, line: Line, call: Call, turn: Turn) -> int:
         """Hops 3 to 7, once or twice; the status of the answer."""
         while True:
-            record = self._pick(call)
+            granted = await self._leased.pick(call) if self._chooser.grants(call.model) else None
+            record = granted or self._pick(call)
             call.tried.append(record)
             stream = self._send(call, record, call.body)
             full: StreamFailed | None = None
@@ -244,8 +252,10 @@ class Calls:
                     failure = failed.failure
                     attempt.failed(failure)
                     metrics.FAILURES.labels(call.model, failure.code).inc()
+                    if failure.code is FailureCode.LEASE_REFUSED and call.lease is not None:
+                        self._leased.refused_by(call, record.session)
                     now = time.monotonic()
-                    verdict = self._chooser.again_after_failure(call.wish, call.tried_now, failure, now)
+                    verdict = self._chooser.again_after_failure(call.wish, call.tried_in_vain, failure, now)
                     full = None if verdict.again else failed
                     if full is not None and failure.code is not FailureCode.BUSY:
                         raise failure_error(failure) from failed
@@ -262,7 +272,7 @@ class Calls:
         if head.status < FIRST_STATUS_TRIED_AGAIN:
             return None
         marked = retry.mark(head.headers)
-        verdict = self._chooser.again_after_status(call.wish, call.tried_now, head.status, marked, time.monotonic())
+        verdict = self._chooser.again_after_status(call.wish, call.tried_in_vain, head.status, marked, time.monotonic())
         return verdict if verdict.again else None
 
     def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
@@ -282,6 +292,7 @@ class Calls:
             stream=call.stream,
             traceparent=call.traceparent,
             operation=call.endpoint.operation if call.traceparent else "",
+            lease=call.lease,
         )
         return self._client.stream(record.session, len(call.tried), inference, body)
 
@@ -463,6 +474,7 @@ class Calls:
         """One session's part of an answer that others began. None when the answer is whole now."""
         answer = broken.answer
         call.tried.append(record)
+        call.lease = None
         call.resumed += 1
         log.info("inference.continued", request_id=call.request_id, session=record.session, after=broken.error.code)
         stream = self._send(call, record, plan.body)

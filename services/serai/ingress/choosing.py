@@ -243,6 +243,33 @@ class Chooser:
             return ready[0] if ready else None
         return self._policies.of(wish.ask.model).pick(wish.ask, with_room(self._candidates(ready, now))).record
 
+    def grants(self, model: str) -> bool:
+        """Whether a macro-scheduler is asked where the model's requests go."""
+        return self._policies.name(model) == "macro-scheduled"
+
+    def excluded(
+        self, wish: Wish, tried: Sequence[SessionRecord], refused: Sequence[str], now: float
+    ) -> list[str] | None:
+        """The model's sessions that may not have a lease for the request now, `refused` among them; None when none of
+        them may."""
+        routable = self._replica.routable(wish.ask.model, now)
+        fitting = self.fitting(wish, now)
+        usable = untried(self.health.usable(self._alike(wish, fitting, tried), now), tried)
+        if not usable:
+            return None
+        if len(usable) == len(routable) and not refused and not tried:
+            return []
+        open_to_it = {record.session for record in usable} - set(refused)
+        if not open_to_it:
+            return None
+        # What was tried may not be routable any more here, and still be so for the scheduler.
+        known = dict.fromkeys([*[record.session for record in (*tried, *routable)], *refused])
+        return [session for session in known if session not in open_to_it]
+
+    def granted(self, wish: Wish, session: str, now: float) -> SessionRecord | None:
+        """The session that a macro-scheduler named, if it may still have the request."""
+        return next((record for record in self.fitting(wish, now) if record.session == session), None)
+
     def streamed(self, record: SessionRecord, usage: Mapping[str, object] | None, decode_s: float) -> None:
         """A session has given a whole stream, in that time from its first byte to its last."""
         tokens = (usage or {}).get("completion_tokens")

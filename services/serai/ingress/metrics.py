@@ -34,6 +34,18 @@ OUTCOMES = Counts(
     "How requests ended: complete, refused, failed, truncated, cancelled",
     ["model", "outcome"],
 )
+ADMISSIONS = Counts(
+    "serai_ingress_admissions",
+    "Asks for a place at a macro-scheduler's instances, by its word (admit, best_effort, refuse) or why there was none "
+    "(absent, silent, unknown, full, bus lost, timed out), and leases that sessions refused (lease_refused)",
+    ["model", "decision"],
+)
+ADMISSION_TIME = Histograms(
+    "serai_ingress_admission_seconds",
+    "How long asking took, WAIT included",
+    ["model"],
+    (0.00025, 0.0005, 0.001, 0.002, *_LATENCY_BUCKETS),
+)
 IN_FLIGHT = Gauge("serai_ingress_requests_in_flight", "Streams open to agents now")
 TTFT = Histograms(
     "serai_ingress_time_to_first_byte_seconds",
@@ -81,7 +93,7 @@ DENIED = Counts(
     "serai_ingress_denied", "Requests of whom nobody knows, or who may not ask at all: in no usage record", ["status"]
 )
 
-_BY_MODEL = (REQUESTS, OUTCOMES, TTFT, DURATION, TPOT, TOKENS, QUEUE_WAIT, REFUSALS)
+_BY_MODEL = (ADMISSIONS, ADMISSION_TIME, REQUESTS, OUTCOMES, TTFT, DURATION, TPOT, TOKENS, QUEUE_WAIT, REFUSALS)
 _LIBRARY_BY_MODEL = (FAILURES, RETRIES, BROKEN_STREAMS, CONTINUATIONS, CANCELLED, QUEUE_DEPTH)
 _NO_MODEL = "unknown"
 

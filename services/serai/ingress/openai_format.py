@@ -148,6 +148,7 @@ _STATUS: dict[FailureCode, tuple[int, str]] = {
     FailureCode.BODY_TOO_LARGE: (413, "invalid_request_error"),
     FailureCode.BUSY: (503, "overloaded_error"),
     FailureCode.DRAINING: (503, "overloaded_error"),
+    FailureCode.LEASE_REFUSED: (503, "overloaded_error"),
     FailureCode.NO_RESPONDERS: (503, "server_error"),
     FailureCode.AGENT_SILENT: (503, "server_error"),
     FailureCode.AGENT_LEFT: (503, "server_error"),

@@ -75,6 +75,9 @@ def after_failure(failure: InferenceFailure, tries: int, *, rested: bool = True)
     code = failure.code
     if code is FailureCode.BUSY:
         return _after_busy(code, tries, rested)
+    if code is FailureCode.LEASE_REFUSED:
+        again = tries < NOBODY_THERE_TRIES_MAX  # `leased_pick.LEASES_REFUSED_MAX` comes first.
+        return _verdict(again, f"{code}: its scheduler had promised too much", Price.NOTHING)
     if tries >= (NOBODY_THERE_TRIES_MAX if code is FailureCode.NO_RESPONDERS else TRIES_MAX):
         return _verdict(False, "tried enough")
     if failure.retry_safe:

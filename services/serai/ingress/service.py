@@ -31,7 +31,9 @@ from serai.ingress.endpoints import BY_PATH, Dialect
 from serai.ingress.http_routes import Handler, Route, Routes
 from serai.ingress.http_server import FLUSH_S, ClientGone, HttpRequest, HttpServer
 from serai.ingress.inference_client import WATCH_EVERY_S, InferenceClient
+from serai.ingress.leased_pick import LeasedPick
 from serai.ingress.limits import Limiter
+from serai.ingress.macro_scheduled import AdmissionClient
 from serai.ingress.model_listing import ModelListing
 from serai.ingress.openai_format import ApiError, unknown_model
 from serai.ingress.openapi import openapi_document
@@ -92,6 +94,8 @@ class Ingress:
         limiter = Limiter()
         self._limits = SharedLimits(bus, limiter, accounts)
         self._admission = Admission(bus, self._copy, self._chooser, limiter, self._limits)
+        self._asking = AdmissionClient(bus, settings.admission_patience_s)
+        leased = LeasedPick(self._chooser, self._asking, tracing, lambda: self._admission.turns.settings.wait_max_s)
         self._calls = Calls(
             settings,
             bus,
@@ -102,6 +106,7 @@ class Ingress:
             tracing,
             self._admission,
             self._accounting,
+            leased,
         )
         self._server = HttpServer(self.on_http, body_bytes_max=settings.body_bytes_max)
         self._door = Door(settings, self._server, place)
@@ -131,7 +136,8 @@ class Ingress:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Subscribes, fills its copy of the registry, listens; at the end finishes what runs."""
-        subscriptions = [await self._client.start(), *await self._copy.start(), await self._limits.start()]
+        inboxes = [await self._client.start(), await self._asking.start()]
+        subscriptions = [*inboxes, *await self._copy.start(), await self._limits.start()]
         await self._bus.barrier()
         await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
         self._listing.body(time.monotonic())  # The first takes longest.
@@ -164,8 +170,6 @@ class Ingress:
         self._admission.apply(configuration, time.monotonic())
         for key in self._access.strays():
             log.warning("keys.unknown_project", key=key.name, project=key.project, effect="its holder is refused")
-        if "macro-scheduled" in (configuration.policy, *configuration.policies.values()):
-            log.warning("policy.macro_scheduled", effect="nobody grants leases yet, so the least loaded is taken")
 
     def reload(self) -> None:
         """Looks at the files of keys and configuration now, not within seconds."""
@@ -191,6 +195,7 @@ class Ingress:
             self._chooser.retain(sessions, models, time.monotonic())
             self._accounting.retain(sessions, models)
             self._admission.turns.retain(models)
+            self._asking.retain(models)
 
     async def _watching(self) -> None:
         while True:

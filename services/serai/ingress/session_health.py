@@ -58,6 +58,7 @@ _ELSEWHERE = frozenset(
         FailureCode.CANCELLED,
         FailureCode.BUS_LOST,  # This ingress itself is cut off.
         FailureCode.STOPPED,  # It ends.
+        FailureCode.LEASE_REFUSED,  # Its scheduler had promised too much.
     }
 )
 

@@ -31,6 +31,9 @@ class IngressSettings(ConnectionSettings):
     answer_bytes_max: int = setting(64 * 1024 * 1024, "largest answer that is not a stream, in bytes")
     request_timeout_s: float = setting(600.0, "longest time a request may take, in seconds")
     accept_timeout_s: float = setting(3.0, "how long a session may take to show that it has a request, in seconds")
+    admission_patience_s: float = setting(
+        0.005, "how long a macro-scheduler may be silent before the least loaded session is taken, in seconds"
+    )
     silence_timeout_s: float = setting(5.0, "how long a session may be silent while it works, in seconds")
     client_stall_s: float = setting(60.0, "how long a client may read nothing of its answer, in seconds")
     keep_alive_s: float = setting(
@@ -73,6 +76,7 @@ class IngressSettings(ConnectionSettings):
             "--answer-bytes-max": self.answer_bytes_max,
             "--request-timeout-s": self.request_timeout_s,
             "--accept-timeout-s": self.accept_timeout_s,
+            "--admission-patience-s": self.admission_patience_s,
             "--silence-timeout-s": self.silence_timeout_s,
             "--client-stall-s": self.client_stall_s,
         }

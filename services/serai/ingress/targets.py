@@ -1,5 +1,5 @@
-"""What a request says of time and order, in `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-request-timeout` and `x-priority`; and
-about how large its prompt is. Pure.
+"""What a request says of time and order, in `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-best-effort`, `x-request-timeout`
+and `x-priority`; and about how large its prompt is. Pure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from serai.ingress.queueing import CLASSES
 
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
+BEST_EFFORT_HEADER = "x-slo-best-effort"
 TIMEOUT_HEADER = "x-request-timeout"
 PRIORITY_HEADER = "x-priority"
 INLINE_BYTES = 4096
@@ -32,6 +33,8 @@ class Targets(NamedTuple):
     """Place of its class in `queueing.CLASSES`: its caller's, or a lower one if it asks for that."""
     ttft_s: float | None = None
     tpot_s: float | None = None
+    best_effort: bool = True
+    """When its targets cannot be met: it is served late, or (False) refused at once. Only a macro-scheduler knows."""
 
 
 def read_targets(headers: Mapping[str, str], timeout_max_s: float, priority_max: str) -> Targets:
@@ -47,10 +50,11 @@ def read_targets(headers: Mapping[str, str], timeout_max_s: float, priority_max:
         priority=max(highest, _class(headers)),
         ttft_s=None if ttft_ms is None else ttft_ms / 1000,
         tpot_s=None if tpot_ms is None else tpot_ms / 1000,
+        best_effort=_yes(headers, BEST_EFFORT_HEADER),
     )
 
 
-_NAMES = frozenset({TTFT_HEADER, TPOT_HEADER, TIMEOUT_HEADER, PRIORITY_HEADER})
+_NAMES = frozenset({TTFT_HEADER, TPOT_HEADER, BEST_EFFORT_HEADER, TIMEOUT_HEADER, PRIORITY_HEADER})
 _PLACE = {name: place for place, name in enumerate(CLASSES)}
 
 
@@ -62,6 +66,13 @@ def _class(headers: Mapping[str, str]) -> int:
     if place is None:
         raise _bad(PRIORITY_HEADER, f"must be one of {', '.join(CLASSES)}")
     return place
+
+
+def _yes(headers: Mapping[str, str], name: str) -> bool:
+    text = headers.get(name, "yes").strip().lower()
+    if text not in ("yes", "no"):
+        raise _bad(name, "must be yes or no")
+    return text == "yes"
 
 
 def _number(headers: Mapping[str, str], name: str, unit: str, most: float) -> float | None:
