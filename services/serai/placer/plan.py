@@ -1,0 +1,465 @@
+"""From what is wanted to what is done: wanted less running, each step with its reason. Pure.
+
+A placement is a wish; a plan is what is worth doing of it now. Starts on free GPUs are done when they serve somebody.
+An exchange (an engine ends so that another can have its GPUs) is done when the worst-served of its models gains, or
+when what is gained until the horizon exceeds what is lost while the new engine loads. Nothing that moved lately moves
+again, and no model falls below its minimum. What is not done is told, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from serai.contracts.placement import ActionKind, Assignment, PlanAction, RunState
+from serai.placer.demand import ModelDemand
+from serai.placer.options import Option
+from serai.placer.solve import Placed, Placement
+
+NOTHING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRules:
+    """When a change is worth it. Times in seconds."""
+
+    horizon_s: float = 1800.0
+    """Over which a change must pay for itself."""
+    margin: float = 1.5
+    """A gain must exceed its cost by this factor."""
+    fairness_gain: float = 0.05
+    """A rise of the worst-served model's share by so much is worth an exchange in itself."""
+    cool_down_s: float = 300.0
+    """What has been started is not stopped again for so long, unless it is of no use at all."""
+    cold_after_s: float | None = 900.0
+    """A model without a request for so long lets its engines go, but for its minimum; None = never."""
+    drain_s: float = 60.0
+    """How long running requests may take when an engine ends."""
+    moves_per_hour: int = 60
+    """Starts and stops."""
+    gpu_share_per_change: float = 0.5
+    """Of all GPUs, at most so many change hands in one plan; one engine may always."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An engine that runs or is about to, at one pool."""
+
+    id: str
+    option: Option
+    pool: str
+    assignment: Assignment
+    state: RunState
+    session: str = ""
+    age_s: float = 0.0
+    """Since it was started, as far as is known."""
+    pinned: bool = False
+    in_flight: int = 0
+
+    @property
+    def model(self) -> str:
+        return self.option.model
+
+    @property
+    def serving(self) -> bool:
+        return self.state is RunState.SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """How a model's engines are started, and what is known of its use."""
+
+    demand: ModelDemand
+    engine: str = "vllm"
+    path: str = ""
+    arguments: tuple[str, ...] = ()
+    others_requests_s: float = 0.0
+    """Capacity of sessions that are not of pools."""
+    unused_s: float = 0.0
+    """How long no request has come."""
+    prewarm: bool = False
+    """A burst is predicted: it is not cold, whatever it was asked lately."""
+
+    @property
+    def model(self) -> str:
+        return self.demand.model
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """What a plan needs to know of a pool."""
+
+    name: str
+    gpu: str
+    gpus: int
+    provider: str = ""
+    engines: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All that is known when a plan is made."""
+
+    pools: Sequence[PoolFacts]
+    instances: Sequence[Instance]
+    """Live ones: those that drain or have failed are not among them."""
+    models: Sequence[ModelFacts]
+    moves_last_hour: int = 0
+    failed: Mapping[str, float] = field(default_factory=dict)
+    """`MODEL at POOL` that is not tried again for so many seconds."""
+    warm: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Pools that had a cold model last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done, in an order that serves; immutable."""
+
+    generation: int
+    actions: tuple[PlanAction, ...]
+    held: tuple[str, ...] = ()
+    """What the placement wants and is not done now, and why."""
+    let_go: tuple[str, ...] = ()
+    """Models that lose their last engine because they are cold."""
+
+    @property
+    def changes(self) -> tuple[PlanAction, ...]:
+        """Without what is kept."""
+        return tuple(action for action in self.actions if action.kind is not ActionKind.KEEP)
+
+
+def failed_key(model: str, pool: str) -> str:
+    """Names a model's failure at a pool."""
+    return f"{model} at {pool}"
+
+
+def make_plan(picture: Picture, placement: Placement, rules: PlanRules, generation: int, *, limited: bool) -> Plan:
+    """What is worth doing of `placement` now. `limited`: nobody looks at it before it is done, so the limits hold."""
+    return _Planner(picture, placement, rules, generation, limited).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Engines of one pool that end, and engines that start; done together or not at all."""
+
+    pool: str
+    stops: tuple[Instance, ...]
+    starts: tuple[Option, ...]
+
+    @property
+    def gpus(self) -> int:
+        return max(sum(one.option.gpus for one in self.stops), sum(option.gpus for option in self.starts))
+
+    @property
+    def load_s(self) -> float:
+        return max((option.load_s for option in self.starts), default=0.0)
+
+
+class _Planner:
+    def __init__(
+        self, picture: Picture, placement: Placement, rules: PlanRules, generation: int, limited: bool
+    ) -> None:
+        self._picture = picture
+        self._placement = placement
+        self._rules = rules
+        self._generation = generation
+        self._limited = limited
+        self._facts = {facts.model: facts for facts in picture.models}
+        self._pools = {pool.name: pool for pool in picture.pools}
+        self._live: dict[str, Instance] = {one.id: one for one in picture.instances}
+        self._new: list[Option] = []
+        self._actions: list[PlanAction] = []
+        self._held: list[str] = []
+        self._let_go: list[str] = []
+        self._moved_gpus = 0
+        self._moves = 0
+
+    def plan(self) -> Plan:
+        kept = {placed.session for placed in self._placement.placed if placed.session is not None}
+        starts = [placed for placed in self._placement.placed if placed.session is None]
+        stops = [one for one in self._picture.instances if one.id not in kept]
+        for change in self._ordered(self._changes(starts, stops)):
+            self._judge(change)
+        self._stop_cold()
+        gone = {action.assignment.id for action in self._actions if action.kind is ActionKind.STOP}
+        keeps = [_keep(one) for one in self._picture.instances if one.id not in gone]
+        actions = (*self._after(self._actions), *keeps)
+        return Plan(self._generation, actions, tuple(self._held), tuple(self._let_go))
+
+    # -- what belongs together -----------------------------------------------------------------------------------
+
+    def _changes(self, starts: Sequence[Placed], stops: Sequence[Instance]) -> list[_Change]:
+        free = {pool.name: pool.gpus for pool in self._picture.pools}
+        for one in self._picture.instances:
+            free[one.pool] = free.get(one.pool, 0) - one.option.gpus
+        changes: list[_Change] = []
+        crowded: list[Placed] = []
+        for placed in starts:
+            if len(placed.nodes) != 1:
+                self._hold(placed.option, "pool agents run engines of one node only; this one needs several")
+            elif (seat := self._seat(placed, free)) is not None:
+                free[seat] -= placed.option.gpus
+                changes.append(_Change(seat, (), (placed.option,)))
+            else:
+                crowded.append(placed)
+        waiting = list(stops)
+        for placed in crowded:
+            change = self._exchange(placed, free, waiting)
+            if change is None:
+                self._hold(placed.option, f"there is no room on {placed.nodes[0][0]} now")
+            else:
+                changes.append(change)
+        return changes
+
+    def _seat(self, placed: Placed, free: Mapping[str, int]) -> str | None:
+        """A pool with room for it: the one that the solver chose, unless another has the weights at hand, or the
+        engine has failed there."""
+        option, chosen = placed.option, placed.nodes[0][0]
+        facts = self._facts.get(option.model)
+        if facts is None:
+            return None
+        allowed = facts.demand.providers_allowed
+        fits = [
+            pool.name
+            for pool in self._picture.pools
+            if pool.gpu == option.gpu
+            and free[pool.name] >= option.gpus
+            and facts.engine in pool.engines
+            and (not allowed or pool.provider in allowed)
+            and failed_key(option.model, pool.name) not in self._picture.failed
+        ]
+        warm = self._picture.warm.get(option.model, ())
+        return min(fits, key=lambda name: (name not in warm, name != chosen, free[name], name), default=None)
+
+    def _exchange(self, placed: Placed, free: dict[str, int], stops: list[Instance]) -> _Change | None:
+        """Takes from `stops` those of the pool that must end for it."""
+        option, pool = placed.option, placed.nodes[0][0]
+        if pool not in free or failed_key(option.model, pool) in self._picture.failed:
+            return None
+        room = free[pool]
+        taken: list[Instance] = []
+        for one in sorted((one for one in stops if one.pool == pool), key=lambda one: (one.in_flight, one.id)):
+            if room >= option.gpus:
+                break
+            taken.append(one)
+            room += one.option.gpus
+        if room < option.gpus:
+            return None
+        for one in taken:
+            stops.remove(one)
+        free[pool] = room - option.gpus
+        return _Change(pool, tuple(taken), (option,))
+
+    # -- what is worth it ----------------------------------------------------------------------------------------
+
+    def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
+        """Those first that need no engine to end, then those that help the worst-served most."""
+        worst = {facts.model: self._share(facts, self._capacity(facts.model)) for facts in self._picture.models}
+
+        def rank(change: _Change) -> tuple[bool, float, str]:
+            helped = min((worst.get(option.model, 1.0) for option in change.starts), default=1.0)
+            return bool(change.stops), helped, change.pool
+
+        return sorted(changes, key=rank)
+
+    def _judge(self, change: _Change) -> None:
+        if why := self._why_not(change):
+            for option in change.starts:
+                self._hold(option, why)
+            return
+        why = self._why(change)
+        for one in change.stops:
+            del self._live[one.id]
+        for option in change.starts:
+            self._new.append(option)
+            self._actions.append(self._start(option, change.pool, why))
+        for one in change.stops:
+            self._actions.append(_stop(one, why))
+        self._moves += len(change.stops) + len(change.starts)
+        self._moved_gpus += change.gpus
+
+    def _why_not(self, change: _Change) -> str:
+        """Why not to do it; empty = do."""
+        rules = self._rules
+        for one in change.stops:
+            if one.pinned:
+                return f"{one.model} on {one.pool} is pinned"
+            if one.age_s < rules.cool_down_s and self._useful(one):
+                left_s = rules.cool_down_s - one.age_s
+                return f"{one.model} on {one.pool} was started {one.age_s:.0f} s ago, and stays for {left_s:.0f} s more"
+            if why := self._below_minimum(one, change):
+                return why
+        if why := self._over_limit(change):
+            return why
+        before, after = self._live_and_new(), [*self._without(change), *change.starts]
+        if not change.stops:
+            helps = self._total(after) > self._total(before) + NOTHING or self._lacks(change.starts[0].model)
+            return "" if helps else "nobody waits for it"
+        return self._not_worth(change, before, after)
+
+    def _not_worth(self, change: _Change, before: Sequence[Option], after: Sequence[Option]) -> str:
+        rules = self._rules
+        left_s = rules.horizon_s - change.load_s
+        if left_s <= 0:
+            return f"it loads for {change.load_s:.0f} s, and the horizon is {rules.horizon_s:.0f} s"
+        if any(self._lacks(option.model) for option in change.starts):
+            return ""
+        affected = {option.model for option in (*change.starts, *[one.option for one in change.stops])}
+        if self._worst(after, affected) >= self._worst(before, affected) + rules.fairness_gain:
+            return ""
+        gain = (self._total(after) - self._total(before)) * left_s
+        lost_s = change.load_s + rules.drain_s
+        loss = (self._total(before) - self._total(self._without(change))) * lost_s
+        loss += sum(one.in_flight for one in change.stops)
+        if gain > rules.margin * loss and gain > NOTHING:
+            return ""
+        return (
+            f"until the horizon of {rules.horizon_s:.0f} s it would serve {gain:.0f} more requests, "
+            f"and lose {loss:.0f} while it loads"
+        )
+
+    def _over_limit(self, change: _Change) -> str:
+        if not self._limited:
+            return ""
+        rules, moves = self._rules, len(change.stops) + len(change.starts)
+        done = self._picture.moves_last_hour + self._moves
+        if done + moves > rules.moves_per_hour:
+            return f"{done} engines have been started or stopped within the hour; the limit is {rules.moves_per_hour}"
+        all_gpus = sum(pool.gpus for pool in self._picture.pools)
+        most = rules.gpu_share_per_change * all_gpus
+        if self._moved_gpus and self._moved_gpus + change.gpus > most:
+            return f"{self._moved_gpus} GPUs change hands already; the limit is {most:.0f} of {all_gpus} at once"
+        return ""
+
+    def _below_minimum(self, stopped: Instance, change: _Change) -> str:
+        facts = self._facts.get(stopped.model)
+        if facts is None:
+            return ""
+        ending = sum(one.model == stopped.model for one in change.stops)
+        left = sum(one.model == stopped.model for one in self._live.values()) - ending
+        left += sum(option.model == stopped.model for option in (*self._new, *change.starts))
+        minimum = facts.demand.min_replicas
+        return f"{stopped.model} would have {left} engines, and its minimum is {minimum}" if left < minimum else ""
+
+    def _useful(self, one: Instance) -> bool:
+        """Whether anybody wants it now."""
+        facts = self._facts.get(one.model)
+        return facts is not None and (facts.demand.planned_requests_s > 0 or facts.demand.min_replicas > 0)
+
+    def _lacks(self, model: str) -> bool:
+        """Whether the model has too few engines whatever is asked of it."""
+        facts = self._facts.get(model)
+        if facts is None:
+            return False
+        there = sum(one.model == model for one in self._live.values()) + sum(o.model == model for o in self._new)
+        return there < facts.demand.min_replicas or (facts.prewarm and there == 0)
+
+    def _without(self, change: _Change) -> list[Option]:
+        ending = {one.id for one in change.stops}
+        return [*[one.option for one in self._live.values() if one.id not in ending], *self._new]
+
+    def _live_and_new(self) -> list[Option]:
+        return [*[one.option for one in self._live.values()], *self._new]
+
+    def _capacity(self, model: str) -> float:
+        return sum(one.option.requests_s for one in self._live.values() if one.model == model)
+
+    def _share(self, facts: ModelFacts, capacity: float) -> float:
+        wanted = facts.demand.planned_requests_s
+        return 1.0 if wanted <= 0 else min(1.0, (capacity + facts.others_requests_s) / wanted)
+
+    def _shares(self, options: Sequence[Option]) -> dict[str, float]:
+        there: dict[str, float] = {}
+        for option in options:
+            there[option.model] = there.get(option.model, 0.0) + option.requests_s
+        return {name: self._share(facts, there.get(name, 0.0)) for name, facts in self._facts.items()}
+
+    def _worst(self, options: Sequence[Option], among: set[str]) -> float:
+        return min((share for model, share in self._shares(options).items() if model in among), default=1.0)
+
+    def _total(self, options: Sequence[Option]) -> float:
+        """Requests a second that are served, weighted by priority."""
+        shares = self._shares(options)
+        return sum(
+            facts.demand.priority * facts.demand.planned_requests_s * shares[name]
+            for name, facts in self._facts.items()
+        )
+
+    # -- what nobody wants ---------------------------------------------------------------------------------------
+
+    def _stop_cold(self) -> None:
+        after_s = self._rules.cold_after_s
+        if after_s is None:
+            return
+        for facts in self._picture.models:
+            if facts.unused_s < after_s or facts.prewarm or facts.demand.planned_requests_s > 0:
+                continue
+            there = [one for one in self._live.values() if one.model == facts.model]
+            spare = sorted(there, key=lambda one: one.id)[facts.demand.min_replicas :]
+            for one in spare:
+                if one.pinned or one.age_s < after_s:
+                    continue
+                if self._limited and self._picture.moves_last_hour + self._moves >= self._rules.moves_per_hour:
+                    return
+                del self._live[one.id]
+                self._moves += 1
+                why = f"no request has come for {facts.unused_s:.0f} s"
+                self._actions.append(_stop(one, why))
+            if there and not any(one.model == facts.model for one in self._live.values()):
+                self._let_go.append(facts.model)
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def _start(self, option: Option, pool: str, why: str) -> PlanAction:
+        facts = self._facts[option.model]
+        number = sum(action.kind is ActionKind.START for action in self._actions) + 1
+        assignment = Assignment(
+            f"g{self._generation}-{number}",
+            option.model,
+            facts.engine,
+            option.gpus,
+            option.tensor,
+            option.pipeline,
+            option.data,
+            option.quantisation,
+            facts.path,
+            list(facts.arguments),
+            why,
+        )
+        return PlanAction(ActionKind.START, pool, assignment, "", why)
+
+    def _why(self, change: _Change) -> str:
+        model = change.starts[0].model
+        facts = self._facts[model]
+        if self._lacks(model):
+            return f"{model} has fewer engines than its minimum of {facts.demand.min_replicas}, or is about to be used"
+        before = self._share(facts, self._capacity(model) + sum(o.requests_s for o in self._new if o.model == model))
+        after = self._shares([*self._without(change), *change.starts])[model]
+        wanted = facts.demand.planned_requests_s
+        served = f"{after:.0%} of them are served in time, not {before:.0%}"
+        text = f"{model} is asked {wanted:.2f} requests/s; with it {served}"
+        losers = sorted({one.model for one in change.stops} - {model})
+        return f"{text}; {' and '.join(losers)} can spare an engine" if losers else text
+
+    def _hold(self, option: Option, why: str) -> None:
+        self._held.append(f"{option.key} is not started: {why}")
+
+    @staticmethod
+    def _after(actions: Sequence[PlanAction]) -> list[PlanAction]:
+        """Starts before stops; a stop waits for the new engines of its own model that do not need its GPUs."""
+        starts = [action for action in actions if action.kind is ActionKind.START]
+        freed = {action.pool for action in actions if action.kind is ActionKind.STOP}
+        ordered = list(starts)
+        for stop in (action for action in actions if action.kind is ActionKind.STOP):
+            model = stop.assignment.model
+            first = [s.assignment.id for s in starts if s.assignment.model == model and s.pool not in freed]
+            ordered.append(replace(stop, after=first))
+        return ordered
+
+
+def _keep(one: Instance) -> PlanAction:
+    return PlanAction(ActionKind.KEEP, one.pool, one.assignment, one.session)
+
+
+def _stop(one: Instance, why: str) -> PlanAction:
+    return PlanAction(ActionKind.STOP, one.pool, one.assignment, one.session, why)
