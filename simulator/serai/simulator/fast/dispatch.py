@@ -81,13 +81,25 @@ class StepEnded(NamedTuple):
     """Tokens that the decoding requests have in the cache."""
 
 
+class Joined(NamedTuple):
+    """An instance serves from now on: one that was started (`Start`), or whose `InstanceSpec.joins_at_s` has come."""
+
+    instance: int
+
+
+class Left(NamedTuple):
+    """A retired instance has nothing left, and is gone."""
+
+    instance: int
+
+
 class TimerFired(NamedTuple):
     """A timer that the policy set."""
 
     key: int
 
 
-Event = Arrived | Prefilled | Ended | StepEnded | TimerFired
+Event = Arrived | Prefilled | Ended | StepEnded | Joined | Left | TimerFired
 
 
 class Send(NamedTuple):
@@ -133,6 +145,27 @@ class Deliver(NamedTuple):
     number: int
 
 
+class Start(NamedTuple):
+    """Start an instance that is set up as number `like`; it serves (`Joined`) at a time, not before now."""
+
+    like: int
+    at_ns: int
+
+
+class Retire(NamedTuple):
+    """Nothing more is sent to this instance; it is gone (`Left`) when it has ended what it has."""
+
+    instance: int
+
+
+class Move(NamedTuple):
+    """End a request where it is, and go on with it on another instance: its prompt and what it has said are computed
+    there as one prompt. Nothing happens when it has ended."""
+
+    number: int
+    instance: int
+
+
 class SetTimer(NamedTuple):
     """Send `TimerFired(key)` at a time, not before now."""
 
@@ -140,7 +173,7 @@ class SetTimer(NamedTuple):
     key: int
 
 
-Effect = Send | Transfer | Refuse | Gate | SetPhase | Deliver | SetTimer
+Effect = Send | Transfer | Refuse | Gate | SetPhase | Deliver | Start | Retire | Move | SetTimer
 
 
 class Dispatch(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -41,6 +42,12 @@ class InstanceSpec:
     """Energy of a step, as `RooflineModel.energy_j`; None: not counted, which makes a run faster by a third."""
     idle_power_w: float = 0.0
     """Of all its GPUs together, while no step runs."""
+    joins_at_s: float = 0.0
+    """From when it serves; it has its GPUs from the start of the run."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.joins_at_s < math.inf:
+            raise ValueError(f"joins_at_s is {self.joins_at_s}: must be a time of the run, at least 0")
 
 
 class Phases:
@@ -116,11 +123,33 @@ class TokenGaps:
 class Instance:
     """An engine, its phases, and who is on the way to it."""
 
-    __slots__ = ("arriving", "engine", "expected", "gaps", "number", "phases", "reserved_tokens", "spec")
+    __slots__ = (
+        "arriving",
+        "coming",
+        "engine",
+        "expected",
+        "gaps",
+        "left_ns",
+        "number",
+        "phases",
+        "reserved_tokens",
+        "retired",
+        "serving",
+        "spec",
+        "taken_ns",
+    )
 
-    def __init__(self, number: int, spec: InstanceSpec) -> None:
+    def __init__(self, number: int, spec: InstanceSpec, taken_ns: int = 0) -> None:
         self.number = number
         self.spec = spec
+        self.taken_ns = taken_ns
+        """From when it has its GPUs."""
+        self.left_ns: int | None = None
+        """When it gave them back."""
+        self.serving = False
+        self.retired = False
+        self.coming: set[int] = set()
+        """Requests on the way to it, by number."""
         self.engine = BatchEngine(spec.model, spec.settings, energy_j=spec.energy_j)
         self.phases = Phases()
         self.gaps = TokenGaps()
@@ -130,6 +159,12 @@ class Instance:
         """Room promised to KV that is on its way or not admitted yet."""
         self.arriving: list[Sequence] = []
         """Whose KV has come but that the engine has not admitted."""
+
+    @property
+    def is_done(self) -> bool:
+        """It was retired, and nothing is left of what it had."""
+        engine = self.engine
+        return self.retired and not (self.coming or self.expected or engine.running or engine.waiting or engine.step)
 
     def room_for(self, prompt_tokens: int) -> int:
         """Tokens that a request whose prompt comes computed takes at first: the prompt and its next token, in whole

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from serai.contracts.session_record import Lifecycle, SessionMetadata, SessionRecord
 from serai.ingress.routing import POLICIES, Ask, Candidate, Policy
-from serai.simulator.fast.dispatch import Arrived, Effect, Ended, Event, Request, Send, StepEnded
+from serai.simulator.fast.dispatch import Arrived, Effect, Ended, Event, Joined, Request, Send, StepEnded
 
 
 class UnknownPolicy(ValueError):
@@ -59,6 +59,8 @@ class Routed:
                 return router.arrived(request)
             case Ended(request, instance, whole):
                 return self._routed.pop(request.number).ended(instance, whole=whole)
+            case Joined(instance):
+                return [effect for router in self._routers for effect in router.joined(_record(instance, ""))]
             case StepEnded():
                 for router in self._routers:
                     router.report(event.instance, event.running + event.waiting)
@@ -86,10 +88,20 @@ class _Router:
         self.waiting.append(request)
         return ()
 
+    def joined(self, record: SessionRecord) -> Iterable[Effect]:
+        """One that serves whatever is asked for."""
+        if _instance(record) not in self._places:
+            self._places[_instance(record)] = len(self._candidates)
+            self._candidates.append(Candidate(record, 0, 0))
+        return self._sent_from_queue()
+
     def ended(self, instance: int, *, whole: bool) -> Iterable[Effect]:
         place = self._places[instance]
         self._policy.on_request_end(self._candidates[place].record.session, whole=whole)
         self._count(place, -1)
+        return self._sent_from_queue()
+
+    def _sent_from_queue(self) -> list[Effect]:
         sent: list[Effect] = []
         while self.waiting and (candidates := self._open_to(self.waiting[0])):
             sent.append(self._send(self.waiting.popleft(), candidates))

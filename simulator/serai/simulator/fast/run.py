@@ -18,6 +18,8 @@ class InstanceFigures:
 
     role: str
     gpus: int
+    held_s: float
+    """How long it had its GPUs: all of the run, unless it was started or retired in it. Shares are of this time."""
     busy_share: float
     prefill_share: float
     """Share of the run in steps that worked on prompts, among others."""
@@ -72,7 +74,7 @@ class Run:
             "preemptions": sum(i.preemptions for i in self.instances),
             "prefix_hit_share": hits / queries if queries else 0.0,
             "energy_j": sum(i.energy_j for i in self.instances),
-            "gpu_s": duration_s * sum(i.gpus for i in self.instances),
-            "busy_gpu_s": duration_s * sum(i.gpus * i.busy_share for i in self.instances),
+            "gpu_s": sum(i.held_s * i.gpus for i in self.instances),
+            "busy_gpu_s": sum(i.held_s * i.gpus * i.busy_share for i in self.instances),
             "kv_bytes_moved": sum(lane.bytes_carried for key, lane in self.lanes.items() if key[0] != "in"),
         }
