@@ -6,133 +6,47 @@ the greedy one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import importlib.util
+from collections.abc import Callable, Sequence
 
 from serai.placer.demand import ModelDemand
 from serai.placer.fleet import Fleet
+from serai.placer.greedy import greedy
 from serai.placer.options import Option
-from serai.runtime.fields import BadInput
+from serai.placer.packing import pack
+from serai.placer.placement import (
+    BadRules,
+    BadRunning,
+    Level,
+    Missing,
+    Objective,
+    Placed,
+    Placement,
+    Rules,
+    Running,
+    SolveLimits,
+    Status,
+)
+from serai.placer.problem import Problem, make_problem
+from serai.placer.scoring import greedy_levels, missing, served_shares
 
-Objective = Literal["max-min", "latency"]
-Status = Literal["optimal", "feasible", "greedy"]
-"""`optimal`: every level proved. `feasible`: the solver's, its time ran out. `greedy`: not the solver's."""
+__all__ = [
+    "BadRules",
+    "BadRunning",
+    "Level",
+    "Missing",
+    "Objective",
+    "Placed",
+    "Placement",
+    "Rules",
+    "Running",
+    "SolveLimits",
+    "Status",
+    "solve",
+]
 
-
-class BadRules(BadInput):
-    """Rules that contradict each other or the fleet: which, what is wrong, what to do."""
-
-
-class BadRunning(BadInput):
-    """A running session that cannot be where it is said to be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A session that runs now."""
-
-    session: str
-    option: Option
-    nodes: tuple[tuple[str, int], ...]
-    """Node and GPUs there."""
-    pinned: bool = False
-    """May be neither stopped nor moved."""
-    since_s: float = 0.0
-    """For how long it has served."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """One instance of the wanted placement."""
-
-    option: Option
-    nodes: tuple[tuple[str, int], ...]
-    """Node and GPUs there."""
-    session: str | None = None
-    """The running session that it is; None: to be started."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What binds all models."""
-
-    quota_gpus: Mapping[str, int] = field(default_factory=dict)
-    """At most so many GPUs for all models of a project."""
-    useful_s_min: float = 300.0
-    """An instance is started only where it can serve at least so long before the allocation ends."""
-    horizon_s: float = 3600.0
-    """Over which a change must pay for itself."""
-    gpu_price: Mapping[str, float] = field(default_factory=dict)
-    """Cost of a GPU-hour by kind, against `change_price`; 1 where not given."""
-    change_price: float = 1.0
-    """Cost of a GPU-hour spent loading weights instead of serving, and of one lost with a stopped session."""
-
-
-@dataclass(frozen=True, slots=True)
-class SolveLimits:
-    """How long to search."""
-
-    time_s: float = 10.0
-    """For all levels together; 0: greedy only."""
-    workers: int = 2
-    gap: float = 0.0
-    """A level is good enough when its gap is no larger."""
-    seed: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One level of the objective, and how far it was taken."""
-
-    name: str
-    value: float
-    bound: float
-    """No placement is better than this, as far as was proved."""
-    proved: bool
-    solve_s: float
-
-    @property
-    def gap(self) -> float:
-        """Relative distance between value and bound."""
-        return abs(self.bound - self.value) / max(abs(self.bound), abs(self.value), 1e-12)
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """What a model lacks, and why."""
-
-    model: str
-    what: str
-    """`capacity`, `replicas`, or `option`."""
-    amount: float
-    """Requests a second, or replicas, that are missing."""
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The wanted placement."""
-
-    placed: tuple[Placed, ...]
-    served_share: Mapping[str, float]
-    """Per model the share of its planned demand that is served within its targets, at most 1."""
-    levels: tuple[Level, ...]
-    status: Status
-    solve_s: float
-    first_plan_s: float
-    """When the first whole placement was there."""
-    missing: tuple[Missing, ...] = ()
-
-    @property
-    def proved(self) -> bool:
-        """Whether no better placement exists."""
-        return bool(self.levels) and all(level.proved for level in self.levels)
-
-    @property
-    def gap(self) -> float:
-        """The largest gap of any level."""
-        return max((level.gap for level in self.levels), default=0.0)
+TIME_SHARES = {"replicas": 0.1, "worst share": 0.5, "total": 0.6, "cost": 1.0, "latency": 1.0}
+"""Of the time that is left, for each level in turn."""
 
 
 def solve(
@@ -143,10 +57,72 @@ def solve(
     rules: Rules | None = None,
     limits: SolveLimits | None = None,
     objective: Objective = "max-min",
+    *,
+    clock: Callable[[], float] | None = None,
 ) -> Placement:
-    """The best placement found within `limits`.
+    """The best placement found within `limits`. `clock` tells seconds; without one only the solver's own time counts.
 
     Raises BadDemand, BadRules or BadRunning for input that contradicts itself; a demand that cannot be met is no error:
     it gets what there is, and `Placement.missing` says what is lacking.
     """
-    raise NotImplementedError
+    limits = limits or SolveLimits()
+    watch = _Watch(clock)
+    problem = make_problem(fleet, demands, options, running, rules or Rules(), objective)
+    first = greedy(problem)
+    placed = pack(problem, first.of)
+    first_plan_s = watch.spent_s
+    levels = greedy_levels(problem, placed, first.of, objective)
+    status: Status = "greedy"
+    if limits.time_s > 0 and _has_solver() and problem.cells:
+        solved = _solve_levels(problem, first.of, limits, objective, watch)
+        if solved is not None:
+            levels, counts = solved
+            placed = pack(problem, counts)
+            status = "optimal" if all(level.proved for level in levels) else "feasible"
+    domains = {node.name: node.domain for node in fleet.nodes}
+    return Placement(
+        placed=placed,
+        served_share=served_shares(problem, placed),
+        levels=tuple(levels),
+        status=status,
+        solve_s=watch.spent_s,
+        first_plan_s=first_plan_s,
+        missing=missing(problem, placed, options, domains),
+    )
+
+
+class _Watch:
+    """How much time is gone: by the clock, or what the solver said it took."""
+
+    def __init__(self, clock: Callable[[], float] | None) -> None:
+        self._clock = clock
+        self._began_s = 0.0 if clock is None else clock()
+        self.told_s = 0.0
+
+    @property
+    def spent_s(self) -> float:
+        return self.told_s if self._clock is None else self._clock() - self._began_s
+
+
+def _has_solver() -> bool:
+    return importlib.util.find_spec("ortools") is not None
+
+
+def _solve_levels(
+    problem: Problem, first: Sequence[int], limits: SolveLimits, objective: Objective, watch: _Watch
+) -> tuple[list[Level], list[int]] | None:
+    """Level after level, each held for the next. None when not even the first one was found."""
+    # Here, since OR-tools takes a second to be read and not everyone has it.
+    from serai.placer.programme import Programme
+
+    programme = Programme(problem, objective)
+    programme.start_from(first)
+    levels: list[Level] = []
+    for name in programme.goals():
+        left_s = limits.time_s - watch.spent_s
+        level = programme.improve(name, left_s * TIME_SHARES[name], limits.workers, limits.gap, limits.seed)
+        if level is None:
+            break
+        watch.told_s += level.solve_s
+        levels.append(level)
+    return (levels, programme.hint) if levels else None

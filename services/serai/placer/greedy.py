@@ -1,0 +1,238 @@
+"""A first placement in milliseconds: the worst-served model takes the next instance, until nothing fits. Pure.
+
+It is the solver's warm start, and the answer where there is no solver or no time. Counts only; nodes come with
+`packing`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from serai.placer.classes import packs
+from serai.placer.problem import Cell, Problem
+
+_EQUAL = 1e-9
+_SWAPS_MAX = 2000
+
+
+class Counts:
+    """How many of each cell, with what follows from it: shares, room, quotas."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.of = [0] * len(problem.cells)
+        self.shares = list(problem.pinned_share)
+        self.replicas = list(problem.pinned_replicas)
+        self._sizes: list[Counter[int]] = [Counter() for _ in problem.classes]
+        self._quotas = dict(problem.quotas)
+        self._by_model = problem.cells_of_model()
+        self._by_class: list[list[int]] = [[] for _ in problem.classes]
+        for place, cell in enumerate(problem.cells):
+            self._by_class[cell.place].append(place)
+
+    def cells(self, model: int) -> Sequence[int]:
+        """Places of the model's cells."""
+        return self._by_model[model]
+
+    def fits(self, place: int) -> bool:
+        """Whether one more of the cell is allowed and finds room."""
+        cell = self.problem.cells[place]
+        demand, nodes = self.problem.demands[cell.model], self.problem.classes[cell.place]
+        if self.of[place] >= cell.most:
+            return False
+        if demand.max_replicas is not None and self.replicas[cell.model] >= demand.max_replicas:
+            return False
+        if self._quotas.get(demand.project, cell.option.gpus) < cell.option.gpus:
+            return False
+        sizes = self._sizes[cell.place]
+        wanted = sizes | {cell.option.gpus_per_node: sizes[cell.option.gpus_per_node] + cell.option.nodes}
+        return packs(nodes.gpus, nodes.size, wanted)
+
+    def add(self, place: int, change: int = 1) -> None:
+        """One more of the cell, or one fewer."""
+        cell = self.problem.cells[place]
+        self.of[place] += change
+        self.shares[cell.model] += change * cell.share
+        self.replicas[cell.model] += change
+        self._sizes[cell.place][cell.option.gpus_per_node] += change * cell.option.nodes
+        project = self.problem.demands[cell.model].project
+        if project in self._quotas:
+            self._quotas[project] -= change * cell.option.gpus
+
+    def filled(self, place: int) -> Iterable[int]:
+        """Places of the cells of a class that have instances."""
+        return [other for other in self._by_class[place] if self.of[other]]
+
+    def below_minimum(self, model: int) -> bool:
+        """Whether the model may not lose another instance."""
+        return self.replicas[model] <= self.problem.demands[model].min_replicas
+
+    def worst(self) -> float:
+        """The share of the worst-served model among those that can be served, at most 1."""
+        shares = [
+            self.shares[number]
+            for number, demand in enumerate(self.problem.demands)
+            if demand.planned_requests_s > 0 and (self._by_model[number] or self.shares[number])
+        ]
+        return min(1.0, min(shares, default=1.0))
+
+
+def greedy(problem: Problem, late: Callable[[], bool] = lambda: False) -> Counts:
+    """A whole placement: minimum replicas, then what runs and is of use, then the worst-served fill up. `late` ends the
+    search for improvements."""
+    counts = Counts(problem)
+    values = _values(problem)
+    for number in range(len(problem.demands)):
+        counts._by_model[number].sort(key=lambda place: -values[place])
+    _minimums(counts)
+    _keep(counts)
+    _fill(counts)
+    _take_from_the_rich(counts, late)
+    _trim(counts)
+    return counts
+
+
+def _values(problem: Problem) -> list[float]:
+    """What a cell's GPU-hours give, against what other models would get from the same GPUs: its share per GPU over the
+    model's best, divided by the kind's mean of that."""
+    best: defaultdict[int, float] = defaultdict(float)
+    by_kind: dict[tuple[int, str], float] = {}
+    for cell in problem.cells:
+        each = _each(cell)
+        best[cell.model] = max(best[cell.model], each)
+        key = (cell.model, cell.option.gpu)
+        by_kind[key] = max(by_kind.get(key, 0.0), each)
+    means: defaultdict[str, list[float]] = defaultdict(list)
+    for (model, gpu), each in by_kind.items():
+        if best[model] > 0:
+            means[gpu].append(each / best[model])
+    price = {gpu: sum(shares) / len(shares) for gpu, shares in means.items()}
+    return [
+        _each(cell) / best[cell.model] / max(price[cell.option.gpu], 1e-9) if best[cell.model] > 0 else 1.0
+        for cell in problem.cells
+    ]
+
+
+def _each(cell: Cell) -> float:
+    return cell.share / cell.option.gpus
+
+
+def _keep(counts: Counts) -> None:
+    """What runs stays while its model needs it; the worst-served of them first, so that room is shared."""
+    problem = counts.problem
+    for place, cell in enumerate(problem.cells):
+        for _ in range(cell.running - counts.of[place]):
+            if counts.shares[cell.model] < 1 - _EQUAL and counts.fits(place):
+                counts.add(place)
+
+
+def _minimums(counts: Counts) -> None:
+    """Minimum replicas, where they run already, then each in another failure domain as far as classes tell."""
+    problem = counts.problem
+    order = sorted(range(len(problem.demands)), key=lambda m: -problem.demands[m].priority)
+    for number in order:
+        domains: set[str] = set(problem.pinned_domains[number])
+        while counts.below_minimum(number) and counts.replicas[number] < problem.demands[number].min_replicas:
+            open_cells = [place for place in counts.cells(number) if counts.fits(place)]
+            if not open_cells:
+                break
+
+            def rank(place: int, seen: set[str] = domains, number: int = number) -> tuple[bool, bool, int]:
+                cell = problem.cells[place]
+                fresh = len(problem.classes[cell.place].domains - seen) > 0
+                return (not fresh, cell.running <= counts.of[place], counts.cells(number).index(place))
+
+            chosen = min(open_cells, key=rank)
+            fresh = sorted(problem.classes[problem.cells[chosen].place].domains - domains)
+            domains.update(fresh[:1])
+            counts.add(chosen)
+
+
+def _fill(counts: Counts) -> None:
+    """The worst-served first, until it has enough or finds no room."""
+    problem = counts.problem
+    hungry = [
+        (counts.shares[number], number)
+        for number, demand in enumerate(problem.demands)
+        if demand.planned_requests_s > 0 and counts.shares[number] < 1 - _EQUAL
+    ]
+    heapq.heapify(hungry)
+    while hungry:
+        share, number = heapq.heappop(hungry)
+        place = _best_open(counts, number, 1 - share)
+        if place is None:
+            continue
+        counts.add(place)
+        if counts.shares[number] < 1 - _EQUAL:
+            heapq.heappush(hungry, (counts.shares[number], number))
+
+
+def _best_open(counts: Counts, number: int, lacking: float) -> int | None:
+    """The cell with the best value for what is still lacking: an instance of which half is idle is worth half."""
+    best, found = 0.0, None
+    values = counts.problem.cells
+    for rank, place in enumerate(counts.cells(number)):
+        cell = values[place]
+        if cell.share <= 0:
+            continue
+        # Cells come in the order of their value; a rank is enough to compare, what is lacking decides.
+        value = min(cell.share, lacking) / cell.share / (1 + rank)
+        if value > best and counts.fits(place):
+            best, found = value, place
+    return found
+
+
+def _take_from_the_rich(counts: Counts, late: Callable[[], bool]) -> None:
+    """While it helps: the worst-served model takes the room of instances whose models stay better off than it was."""
+    problem = counts.problem
+    for _ in range(_SWAPS_MAX):
+        poor = [
+            (counts.shares[number], number)
+            for number, demand in enumerate(problem.demands)
+            if demand.planned_requests_s > 0 and counts.cells(number)
+        ]
+        if not poor or late():
+            return
+        share, number = min(poor)
+        if share >= 1 - _EQUAL or not any(_swap(counts, place, share) for place in counts.cells(number)):
+            return
+
+
+def _swap(counts: Counts, wanted: int, share: float) -> bool:
+    """Make room for one more of `wanted`, if everybody who gives stays above `share`."""
+    cell = counts.problem.cells[wanted]
+    if cell.share <= 0 or counts.of[wanted] >= cell.most:
+        return False
+    taken: list[int] = []
+    while not counts.fits(wanted):
+        rich = max(
+            (
+                (counts.shares[other.model] - other.share, place)
+                for place in counts.filled(cell.place)
+                if (other := counts.problem.cells[place]).model != cell.model and not counts.below_minimum(other.model)
+            ),
+            default=None,
+        )
+        if rich is None or rich[0] <= share + _EQUAL or len(taken) > cell.option.gpus:
+            for place in taken:
+                counts.add(place)
+            return False
+        counts.add(rich[1], -1)
+        taken.append(rich[1])
+    counts.add(wanted)
+    return True
+
+
+def _trim(counts: Counts) -> None:
+    """Give up what nobody needs, the dearest first."""
+    cells = counts.problem.cells
+    for place in sorted(range(len(cells)), key=lambda p: -cells[p].run_price):
+        cell = cells[place]
+        while (
+            counts.of[place]
+            and not counts.below_minimum(cell.model)
+            and counts.shares[cell.model] - cell.share >= 1 - _EQUAL
+        ):
+            counts.add(place, -1)
