@@ -19,7 +19,7 @@ from serai.macro_scheduler.scaling import (
     utilisation,
 )
 
-CALM = Load(slo_ttft_s=5.0, instances=8, requests=100, ttft_mean_s=1.0, ttft_p90_s=2.0, utilisation=0.8)
+CALM = Load(slo_ttft_s=5.0, instances=8, requests=100, ttft_mean_s=1.0, ttft_slow_share=0.02, utilisation=0.8)
 IDLE = replace(CALM, utilisation=0.4)
 
 
@@ -41,7 +41,7 @@ def _first(load: Load, **settings: object) -> Word:
 @pytest.mark.parametrize(
     ("load", "why"),
     [
-        (replace(CALM, ttft_p90_s=4.1), "p90 TTFT 4.10 s > 4 s"),
+        (replace(CALM, ttft_slow_share=0.11), "p90 TTFT > 4 s: 11% of first tokens took longer"),
         (replace(CALM, queue_age_s=1.6), "a request has waited 1.60 s > 1.5 s for a place"),
         (replace(CALM, utilisation=0.95), "utilised 0.95 > 0.9"),
     ],
@@ -53,18 +53,18 @@ def test_each_of_three_signs_asks_for_one_more(load: Load, why: str) -> None:
 
 
 def test_a_good_mean_hides_no_bad_tail_and_nothing_is_said_of_no_requests() -> None:
-    assert _first(replace(CALM, ttft_mean_s=0.5, ttft_p90_s=4.5)).scale is not None
-    assert _first(replace(CALM, requests=0, ttft_p90_s=4.5)).scale is None
+    assert _first(replace(CALM, ttft_mean_s=0.5, ttft_slow_share=0.2)).scale is not None
+    assert _first(replace(CALM, requests=0, ttft_slow_share=0.2)).scale is None
 
 
 def test_after_a_change_it_waits_until_an_instance_could_have_started() -> None:
-    short = replace(CALM, ttft_p90_s=4.5)
+    short = replace(CALM, ttft_slow_share=0.2)
     assert _changes(Scaling(ScalingSettings()), short, 400.0) == [(0.0, 1), (180.0, 1), (360.0, 1)]
     assert _changes(Scaling(ScalingSettings(start_s=10.0)), short, 30.0) == [(0.0, 1), (10.0, 1), (20.0, 1), (30.0, 1)]
 
 
 def test_no_more_than_allowed_counting_those_that_start() -> None:
-    short = replace(CALM, ttft_p90_s=4.5, starting=1)
+    short = replace(CALM, ttft_slow_share=0.2, starting=1)
     word = _first(short, instances_max=9)
     assert word.scale is None
     assert word.reasons[-1] == "but 9 instances are the most allowed"
@@ -109,7 +109,7 @@ def test_nobody_goes_below_the_least_or_while_one_starts() -> None:
 
 def test_the_papers_rule_looks_at_means() -> None:
     paper = {"trigger": Trigger.PAPER}
-    assert _first(replace(CALM, ttft_p90_s=9.0), **paper).scale is None
+    assert _first(replace(CALM, ttft_slow_share=0.9), **paper).scale is None
     word = _first(replace(CALM, ttft_mean_s=5.1), **paper)
     assert word.scale == _scale(1, "mean TTFT 5.10 s > 5 s (Eq. 1)")
 

@@ -26,6 +26,9 @@ from typing import assert_never
 
 from serai.macro_scheduler.mitosis import Scale
 
+TTFT_SHARE_MAX = 0.8
+"""Of the target: instances count first tokens that took longer."""
+SLOW_SHARE_MAX = 0.1
 SAMPLES_MAX = 100_000
 """Of one window; beyond that the oldest go."""
 
@@ -48,7 +51,6 @@ class ScalingSettings:
     window_s: float = 30.0
     start_s: float = 180.0
     """From the wish for an instance until it serves; a 34B model takes 3 min from a local disk (EcoServe §4.5)."""
-    ttft_share_max: float = 0.8
     queue_age_share_max: float = 0.3
     utilisation_high: float = 0.9
     """Beyond this the queue of an instance grows faster than its windows can empty it."""
@@ -59,9 +61,11 @@ class ScalingSettings:
     """So many are asked for at once at most."""
     drain_s: float = 60.0
     """What a session that is taken away may still take to end its requests."""
+    sleeps: bool = False
+    """Engines that are not needed sleep, where they can, and are woken before others are started."""
 
     def __post_init__(self) -> None:
-        for name in ("evaluate_every_s", "window_s", "utilisation_high", "utilisation_low", "ttft_share_max"):
+        for name in ("evaluate_every_s", "window_s", "utilisation_high", "utilisation_low"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: must be above 0")
         for name in ("start_s", "drain_s", "queue_age_share_max"):
@@ -97,7 +101,8 @@ class Load:
     requests: int = 0
     """First tokens in the window; without any, TTFT says nothing."""
     ttft_mean_s: float = 0.0
-    ttft_p90_s: float = 0.0
+    ttft_slow_share: float = 0.0
+    """Share of them that took more than `TTFT_SHARE_MAX` of the target; above 0.1, the 90th percentile did."""
     queue_age_s: float = 0.0
     """How long the oldest request has waited that has no place yet."""
     utilisation: float = 0.0
@@ -255,9 +260,9 @@ def _reasons_to_grow(load: Load, settings: ScalingSettings) -> tuple[str, ...]:
 
 def _serai_reasons(load: Load, settings: ScalingSettings) -> list[str]:
     found: list[str] = []
-    ttft_max_s = settings.ttft_share_max * load.slo_ttft_s
-    if load.requests and load.ttft_p90_s > ttft_max_s:
-        found.append(f"p90 TTFT {load.ttft_p90_s:.2f} s > {ttft_max_s:g} s")
+    if load.requests and load.ttft_slow_share > SLOW_SHARE_MAX:
+        late_s = TTFT_SHARE_MAX * load.slo_ttft_s
+        found.append(f"p90 TTFT > {late_s:g} s: {load.ttft_slow_share:.0%} of first tokens took longer")
     age_max_s = settings.queue_age_share_max * load.slo_ttft_s
     if load.queue_age_s > age_max_s:
         found.append(f"a request has waited {load.queue_age_s:.2f} s > {age_max_s:g} s for a place")
