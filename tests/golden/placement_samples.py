@@ -65,7 +65,7 @@ MESSAGES: list[object] = [
     ApplyRequest(12),
     _POOL,
     PlacementWord("alps", "placer-1", True, "by hand", "no pool yet", _PLAN, [_MODEL], [_POOL], "stale"),
-    DemandRequest("2026-11-01T00:00:00Z", 30.5, 120),
+    DemandRequest("2026-11-01T00:00:00Z", 30.0, 120, ["qwen2.5:7b"]),
     LengthQuantiles(512.5, 300, 900, 4000),
     _USE,
     DemandAnswer([_USE], "the database is locked"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serai.contracts.usage import Outcome, Spent, UsageRecord
+from serai.contracts.usage import DemandRequest, Outcome, Spent, UsageRecord
 from serai.ledger.schema import COLUMNS
 from serai.ledger.sql_store import BadLedgerUrl, SqlStore, StoreError, parsed_url
 
@@ -210,3 +210,28 @@ def test_bad_addresses_are_told_what_is_expected(url: str) -> None:
 
 def test_a_password_is_not_shown() -> None:
     assert "secret" not in parsed_url("postgresql://me:secret@db.example.org/usage").shown
+
+
+def test_how_much_of_each_model_was_asked_for(store: SqlStore) -> None:
+    def at(second: int, id: str, **fields: Any) -> UsageRecord:
+        return record(1, id=id, started=f"2026-11-01T12:00:{second:02}.500Z", **fields)
+
+    unknown = {"model": "", "model_asked": "cold", "outcome": Outcome.REFUSED, "prompt_tokens": 0, "output_tokens": 0}
+    store.insert(
+        [
+            *[at(0, f"a{number}", prompt_tokens=number + 1, cached_tokens=1) for number in range(10)],
+            at(19, "b", prompt_tokens=100),
+            at(25, "c", **unknown, status=503),
+            at(26, "d", **unknown, status=429),
+            at(27, "e", model="other"),
+            record(1, id="f", started="2026-11-01T12"),
+        ]
+    )
+    request = DemandRequest("2026-11-01T12:00:00.000Z", 10.0, 3, ["m", "cold"])
+    cold, known = store.demand(request)
+    assert (cold.model, cold.arrivals, cold.refused, cold.prompt.mean) == ("cold", [0, 0, 1], 1, 0.0)
+    assert (known.model, known.arrivals, known.refused) == ("m", [10, 1, 0], 0)
+    assert (known.prompt.p50, known.prompt.p90, known.prompt.p99) == (6, 10, 100)
+    assert known.output.mean == pytest.approx(5)
+    assert known.cached_share == pytest.approx(10 / 155)
+    assert [use.model for use in store.demand(DemandRequest("2026-11-01T12:00:27Z", 10.0, 1))] == ["other"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from serai.contracts.subjects import INFERENCE, USAGE, USAGE_CONSUMER, USAGE_SPENT, USAGE_STREAM
+from serai.contracts.subjects import INFERENCE, USAGE, USAGE_CONSUMER, USAGE_DEMAND, USAGE_SPENT, USAGE_STREAM
 from serai.ledger.service import Ledger
 from serai.ledger.settings import LedgerSettings
 from serai.ledger.sql_store import SqlStore, parsed_url
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
                     ],
                     *[f"$JS.ACK.{USAGE_STREAM}.{USAGE_CONSUMER}.>", "_INBOX_ingress.self-test"],
                 ],
-                must_subscribe=[USAGE_SPENT.of_site(settings.site)],
+                must_subscribe=[USAGE_SPENT.of_site(settings.site), USAGE_DEMAND.of_site(settings.site)],
                 must_not_subscribe=[INFERENCE.every, "_INBOX_ingress.>"],
             )
             stream = bus.stream(USAGE_STREAM, USAGE.of_site(settings.site))

@@ -13,8 +13,9 @@ import structlog
 from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, decode_lines, encode
-from serai.contracts.subjects import USAGE_CONSUMER, USAGE_SPENT, USAGE_STREAM
-from serai.contracts.usage import SpentAnswer, SpentRequest, UsageRecord
+from serai.contracts.subjects import USAGE_CONSUMER, USAGE_DEMAND, USAGE_SPENT, USAGE_STREAM
+from serai.contracts.usage import DemandAnswer, DemandRequest, SpentAnswer, SpentRequest, UsageRecord
+from serai.ledger.demand import why_not
 from serai.ledger.settings import LedgerSettings
 from serai.ledger.sql_store import SqlStore, StoreError
 from serai.runtime.bus import Bus, BusError, Message
@@ -48,7 +49,7 @@ class Ledger:
         self._consumer = PullConsumer(bus, USAGE_STREAM, USAGE_CONSUMER, MESSAGES_AT_ONCE)
         self._store = store
         self._thread = ThreadPoolExecutor(1, "sql")
-        self._questions = asyncio.Queue[tuple[SpentRequest, str]](QUESTIONS_WAITING_MAX)
+        self._questions = asyncio.Queue[tuple[SpentRequest | DemandRequest, str]](QUESTIONS_WAITING_MAX)
 
     async def run(self, stop: asyncio.Event) -> None:
         try:
@@ -58,6 +59,7 @@ class Ledger:
         subscriptions = [
             await self._consumer.start(),
             await self._bus.subscribe(USAGE_SPENT.of_site(self._settings.site), self.on_spent),
+            await self._bus.subscribe(USAGE_DEMAND.of_site(self._settings.site), self.on_demand),
         ]
         await self._bus.barrier()
         try:
@@ -137,17 +139,44 @@ class Ledger:
         except asyncio.QueueFull:
             self._answer(message.reply, SpentAnswer(problem="the ledger has too many questions waiting"))
 
+    def on_demand(self, message: Message) -> None:
+        """How much of each model was asked for, and when."""
+        try:
+            request = decode(DemandRequest, message.data)
+        except MalformedMessage as error:
+            self._answer(message.reply, DemandAnswer(problem=str(error)))
+            return
+        if problem := why_not(request):
+            self._answer(message.reply, DemandAnswer(problem=problem))
+            return
+        try:
+            self._questions.put_nowait((request, message.reply))
+        except asyncio.QueueFull:
+            self._answer(message.reply, DemandAnswer(problem="the ledger has too many questions waiting"))
+
     async def _answering(self) -> None:
         while True:
             request, reply = await self._questions.get()
-            try:
-                spent = await self._in_thread(lambda: self._store.spent(request.scopes, request.since))  # noqa: B023
-                answer = SpentAnswer(spent)
-            except StoreError as error:
-                answer = SpentAnswer(problem=str(error))
+            answer: SpentAnswer | DemandAnswer
+            if isinstance(request, DemandRequest):
+                answer = await self._demand(request)
+            else:
+                answer = await self._spent(request)
             self._answer(reply, answer)
 
-    def _answer(self, reply: str, answer: SpentAnswer) -> None:
+    async def _spent(self, request: SpentRequest) -> SpentAnswer:
+        try:
+            return SpentAnswer(await self._in_thread(lambda: self._store.spent(request.scopes, request.since)))
+        except StoreError as error:
+            return SpentAnswer(problem=str(error))
+
+    async def _demand(self, request: DemandRequest) -> DemandAnswer:
+        try:
+            return DemandAnswer(await self._in_thread(lambda: self._store.demand(request)))
+        except StoreError as error:
+            return DemandAnswer(problem=str(error))
+
+    def _answer(self, reply: str, answer: SpentAnswer | DemandAnswer) -> None:
         if not reply:
             return
         try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from serai.contracts.usage import Spent, UsageRecord
+from serai.contracts.usage import DemandRequest, LengthQuantiles, ModelUse, Spent, UsageRecord
+from serai.ledger.demand import ASKED_MODEL, QUANTILES, counted, demand_conditions
 from serai.ledger.schema import COLUMNS, STEPS, row
 
 BUSY_S = 5.0
@@ -136,6 +137,40 @@ class SqlStore:
                     for model, count, prompt, cached, output, seconds in cursor.fetchall()
                 ]
         return found
+
+    def demand(self, request: DemandRequest) -> list[ModelUse]:
+        """What was asked of each model, by the second in SQL, and from there by the spans that are wanted."""
+        where, values = demand_conditions(request, self._place.mark)
+        with self._working() as cursor:
+            cursor.execute(
+                f"SELECT {ASKED_MODEL}, substr(started, 1, 19), count(*), "
+                "sum(CASE outcome WHEN 'refused' THEN 1 ELSE 0 END), sum(prompt_tokens), sum(cached_tokens) "
+                f"FROM usage_records WHERE {where} GROUP BY 1, 2",
+                values,
+            )
+            uses = counted(cursor.fetchall(), request)
+            lengths = {column: self._lengths(cursor, column, where, values) for column in QUANTILES}
+        return [
+            replace(
+                use,
+                prompt=lengths["prompt_tokens"].get(use.model, LengthQuantiles()),
+                output=lengths["output_tokens"].get(use.model, LengthQuantiles()),
+            )
+            for use in uses
+        ]
+
+    @staticmethod
+    def _lengths(cursor: Any, column: str, where: str, values: tuple[object, ...]) -> dict[str, LengthQuantiles]:
+        """Of requests whose tokens are known, by the nearest rank."""
+        ranks = ", ".join(f"max(CASE WHEN r = (n * {percent} + 99) / 100 THEN tokens END)" for percent in (50, 90, 99))
+        cursor.execute(
+            f"SELECT name, avg(tokens), {ranks} FROM (SELECT {ASKED_MODEL} AS name, {column} AS tokens, "
+            f"row_number() OVER (PARTITION BY {ASKED_MODEL} ORDER BY {column}) AS r, "
+            f"count(*) OVER (PARTITION BY {ASKED_MODEL}) AS n "
+            f"FROM usage_records WHERE {where} AND {column} > 0) AS ranked GROUP BY name",
+            values,
+        )
+        return {name: LengthQuantiles(*[float(one) for one in found]) for name, *found in cursor.fetchall()}
 
     def usage(self, by: str, since: str = "", until: str = "") -> list[Usage]:
         """Sums by one of `GROUPS`, of requests that arrived from `since` on and before `until`; empty = no bound."""

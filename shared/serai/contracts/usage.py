@@ -116,8 +116,10 @@ class DemandRequest:
     since: str
     """ISO 8601 in UTC."""
     bucket_s: float = 60.0
-    """Arrivals are counted in spans of so many seconds from `since` on."""
+    """Arrivals are counted in spans of so many whole seconds from `since` on."""
     buckets: int = 60
+    models: list[str] = field(default_factory=list)
+    """Only of these; empty = of all."""
 
 
 @dataclass(frozen=True, slots=True)
