@@ -109,7 +109,7 @@ _REQUEST = InferenceRequest(
     stream=True,
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     operation="chat",
-    lease=Lease(3, 17, 0.125, 1536, 0.75, 2.5, 0.05, True, 1024, 4),
+    lease=Lease(3, 17, 0.125, 1536, 0.75, 2.5, 0.05, True, 1024, 4, 0.125),
 )
 _ASK = AdmissionAsk(
     request_id="6d1f0c5a9e3b4f27",
@@ -155,6 +155,9 @@ _REPORT = InstanceReport(
     window=4,
     older=_SPREAD,
     context_tokens=9_100,
+    first_tokens_total=812,
+    slow_first_tokens_total=9,
+    ttft_s_total=530.5,
 )
 _HELD = HeldRequest("6d1f0c5a9e3b4f27", _REQUEST.lease, 0.75, 12, 0.375)
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})

@@ -53,6 +53,8 @@ class Lease(msgspec.Struct, frozen=True):
     window: int = 0
     """Counts this owner's windows on this instance, where its policy decides on them (`paper`, `author_code`). With a
     higher one, all that was there before is older than the window; see `InstanceReport.older`."""
+    waited_s: float = 0.0
+    """How long the request had waited when the lease was made; with `slo_ttft_s`, its whole target."""
 
 
 class AdmissionAsk(msgspec.Struct, frozen=True):
@@ -168,6 +170,12 @@ class InstanceReport(msgspec.Struct, frozen=True):
     """Of the streams that decode, those of earlier windows."""
     context_tokens: int = 0
     """Tokens of all streams that decode, prompts included; 0 = not known."""
+    first_tokens_total: int = 0
+    """Of requests with a lease and a TTFT target, since it started."""
+    slow_first_tokens_total: int = 0
+    """Those that came later than 0.8 of the target after the request's arrival at its ingress."""
+    ttft_s_total: float = 0.0
+    """Sum of their times to first token."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True):
