@@ -96,7 +96,7 @@ def test_the_id_of_a_message_tells_of_its_content() -> None:
 def test_records_for_which_there_is_no_room_are_counted_and_hold_up_nobody() -> None:
     async def talk(sender: UsageSender, spool: MemorySpool, stream: JetStream) -> None:
         dropped = usage_sender.RECORDS.of("dropped").value
-        for number in range(20):
+        for number in range(40):
             sender.add(record(number))
         assert usage_sender.RECORDS.of("dropped").value > dropped
         assert spool.pending_bytes <= 2_000

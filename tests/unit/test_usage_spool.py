@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_what_a_dead_process_left_is_found_but_not_what_a_live_one_has(tmp_path:
     live.append(b"live\n")
     dead.append(b"dead\n")
     dead.append(b"half a l")
-    os.close(dead._current.fd)  # As SIGKILL does: the lock goes, the file stays.
+    dead._current.close()  # As SIGKILL does: the lock goes, the file stays.
     heir = FolderSpool(tmp_path)
     assert heir.adopt() == len(b"dead\nhalf a l")
     heir.append(b"new\n")
@@ -82,16 +83,16 @@ def test_what_a_dead_process_left_is_found_but_not_what_a_live_one_has(tmp_path:
     assert set(files(tmp_path)) == {live._current.path, heir._current.path}
 
 
-def test_files_that_were_sent_are_removed_and_one_that_is_written_to_is_cut_short(
+def test_files_that_were_sent_are_removed_and_one_that_is_written_to_is_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage_spool, "SEGMENT_BYTES", 40)
-    monkeypatch.setattr(usage_spool, "TRUNCATE_BYTES", 20)
+    monkeypatch.setattr(usage_spool, "CLEAR_BYTES", 20)
     spool = FolderSpool(tmp_path)
     for number in range(10):
         spool.append(b"line %d\n" % number)
     spool.forget(len(spool.read(20)))
-    assert len(files(tmp_path)) == 2, "the large one is not written to any more"
+    assert len(files(tmp_path)) == 2, "the full one is not written to any more"
     spool.append(b"line 10\n")
     seen = b""
     while batch := spool.read(20):
@@ -101,9 +102,38 @@ def test_files_that_were_sent_are_removed_and_one_that_is_written_to_is_cut_shor
     assert len(files(tmp_path)) == 1
     spool.append(b"x" * 30 + b"\n")
     spool.forget(len(spool.read(100)))
-    assert files(tmp_path)[0].stat().st_size == 0
+    assert not files(tmp_path)[0].read_bytes().strip(b"\x00")
+    with pytest.raises(SpoolFull, match="at most 40"):
+        spool.append(b"x" * 41)
     spool.close()
     assert files(tmp_path) == []
+
+
+def test_a_full_disk_is_told_and_nothing_that_was_taken_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_spool, "SEGMENT_BYTES", 10)
+    spool = FolderSpool(tmp_path)
+    spool.append(b"12345678\n")
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SpoolFull, match="No space left"):
+        spool.append(b"9\n")
+    assert spool.read(100) == b"12345678\n"
+    assert len(files(tmp_path)) == 1, "the file for which there was no room is gone"
+
+
+def test_a_line_whose_end_was_copied_before_its_middle_is_no_record(tmp_path: Path) -> None:
+    dead = FolderSpool(tmp_path)
+    dead.append(b"whole\n")
+    dead.append(b"to\x00\x00rn\n")  # Copies need not go from left to right, and their process may die within one.
+    dead._current.close()
+    heir = FolderSpool(tmp_path)
+    heir.adopt()
+    assert heir.read(1000) == b"whole\n"
 
 
 def test_closing_keeps_what_was_not_sent(tmp_path: Path) -> None:

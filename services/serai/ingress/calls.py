@@ -53,7 +53,7 @@ log = structlog.get_logger()
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _TO_ENGINE = ("content-type", "accept", "tracestate", TPOT_HEADER)
-_HEADER_BYTES = range(1, 1024)
+_HEADER_BYTES_MAX = 1023
 """Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
 _TAIL_BYTES = 4096
 FIRST_STATUS_TRIED_AGAIN = 429
@@ -129,9 +129,11 @@ class Calls:
     async def _admit_and_try(self, line: Line, call: Call) -> int:
         """The status of the answer. Once its client waits for events, an error can only be told by one of them: then
         it is the caller's to end `line.out`."""
+        if not call.stream or not call.endpoint.streams:
+            async with self._admission.admitted(call) as turn:
+                return await self._try_until_answered(line, call, turn)
         with ExitStack() as watching:
-            if call.stream and call.endpoint.streams:
-                watching.enter_context(self._keep_alive.watched(line))
+            watching.enter_context(self._keep_alive.watched(line))
             async with self._admission.admitted(call) as turn:
                 try:
                     return await self._try_until_answered(line, call, turn)
@@ -157,8 +159,10 @@ class Calls:
         headers = request.headers
         asked = read_body(endpoint, headers.get("content-type", ""), request.body)
         request_id = self.request_ids.of(headers)
-        to_engine = {name: headers[name] for name in _TO_ENGINE if len(headers.get(name, "")) in _HEADER_BYTES}
-        to_engine[REQUEST_ID] = request_id
+        to_engine = {REQUEST_ID: request_id}
+        for name in _TO_ENGINE:
+            if name in headers and 0 < len(value := headers[name]) <= _HEADER_BYTES_MAX:
+                to_engine[name] = value
         targets = read_targets(headers, self._settings.request_timeout_s, caller.priority)
         output_tokens_max = asked.output_tokens_max
         wish = self._wishes.of(asked.model, endpoint, request, request_id, caller, started_s, output_tokens_max)

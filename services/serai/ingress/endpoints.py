@@ -48,9 +48,9 @@ class Endpoint:
     def path_at(self, served: Collection[str]) -> str | None:
         """What it is called at an engine that serves these paths; None when that has it not. Nothing known of an
         engine (no paths at all): its own name."""
-        if not served:
+        if not served or self.path in served:
             return self.path
-        return next((path for path in self.paths if path in served), None)
+        return next((path for path in self.also if path in served), None)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (

@@ -4,11 +4,16 @@ In a folder (`--usage-spool`) a record is written before the last bytes of its a
 killed loses none of a request that was answered. Nothing is synced to the disk: the kernel keeps what a dead process
 has written, a power cut may take the last seconds. Each process writes files of its own and holds a lock on them; a
 file whose lock is free belongs to a process that is gone, and is sent by whoever finds it.
+
+A file is mapped into memory, with all its room taken on the disk when it is made: a record costs a copy, not a call of
+the kernel, which was a thirtieth of a request. It is filled with zeros beyond its lines, which have none: so its end is
+known to whoever takes it over.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import time
 from collections import deque
@@ -21,11 +26,11 @@ from serai.runtime.service import ServiceFailure
 
 MEMORY_BYTES_MAX = 2 * 1024 * 1024
 FOLDER_BYTES_MAX = 1024 * 1024 * 1024
-SEGMENT_BYTES = 4 * 1024 * 1024
-"""A file that is larger is not written to any more, and removed when it was sent."""
-TRUNCATE_BYTES = 256 * 1024
-"""So much that was sent is kept in the file that is written to, rather than truncate it all the time. After a crash it
-is sent again, and counts once all the same."""
+SEGMENT_BYTES = 1024 * 1024
+"""Size of a file. A full one is removed when it was sent."""
+CLEAR_BYTES = 256 * 1024
+"""So much that was sent is kept in the file that is written to, rather than clear it all the time. After a crash it is
+sent again, and counts once all the same."""
 _SUFFIX = ".usage"
 
 
@@ -106,23 +111,50 @@ def spool_in(folder: Path | None) -> Iterator[Spool]:
 
 
 class _Segment:
-    """One locked file."""
+    """One locked file of ours."""
 
-    __slots__ = ("fd", "path", "position", "size")
+    __slots__ = ("_map", "fd", "path", "position", "size")
 
-    def __init__(self, path: Path, fd: int, size: int) -> None:
+    def __init__(self, path: Path, fd: int, size: int | None = None) -> None:
+        """`size`: what it holds; None = to be found out. Raises OSError when it cannot be mapped."""
         self.path = path
         self.fd = fd
-        self.size = size
+        self._map = mmap.mmap(fd, 0)
+        self.size = self._end() if size is None else size
         self.position = 0
 
     @property
     def left(self) -> int:
         return self.size - self.position
 
+    def has_room(self, size: int) -> bool:
+        return self.size + size <= len(self._map)
+
+    def append(self, line: bytes) -> None:
+        end = self.size + len(line)
+        self._map[self.size : end] = line
+        self.size = end
+
+    def whole_lines(self, bytes_max: int) -> bytes:
+        data = self._map[self.position : min(self.size, self.position + bytes_max)]
+        return data[: data.rfind(b"\n") + 1]
+
+    def clear(self) -> None:
+        """Nothing of it is needed any more."""
+        self._map[: self.size] = bytes(self.size)
+        self.size = self.position = 0
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self.fd)
+
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
-        os.close(self.fd)
+        self.close()
+
+    def _end(self) -> int:
+        end = self._map.find(b"\x00")
+        return len(self._map) if end < 0 else end
 
 
 class FolderSpool:
@@ -140,32 +172,27 @@ class FolderSpool:
     def append(self, line: bytes) -> None:
         if self.pending_bytes + len(line) > self._bytes_max:
             raise SpoolFull(f"{self._bytes_max} bytes of records wait in {self._folder} already")
-        current = self._current
-        try:
-            written = os.write(current.fd, line)
-            if written < len(line):
-                os.ftruncate(current.fd, current.size)
-                raise OSError(None, "no room for a whole record")
-        except OSError as error:
-            raise SpoolFull(f"cannot write to {current.path}: {error.strerror}") from error
-        current.size += written
-        self.pending_bytes += written
+        if not self._current.has_room(len(line)):
+            self._next_segment(len(line))
+        self._current.append(line)
+        self.pending_bytes += len(line)
 
     def read(self, bytes_max: int) -> bytes:
         while self._full:
             segment = self._full[0]
-            if data := _whole_lines(segment, bytes_max):
+            if data := segment.whole_lines(bytes_max):
                 return data
             self.pending_bytes -= segment.left  # A line that its writer did not live to finish.
             self._full.popleft().remove()
-        return _whole_lines(self._current, bytes_max)
+        return self._current.whole_lines(bytes_max)
 
     def forget(self, size: int) -> None:
         segment = self._full[0] if self._full else self._current
         segment.position += size
         self.pending_bytes -= size
         if segment is self._current:
-            self._make_room()
+            if not segment.left and segment.size >= CLEAR_BYTES:
+                segment.clear()
         elif not segment.left:
             self._full.popleft().remove()
 
@@ -184,25 +211,33 @@ class FolderSpool:
         """What was not sent stays for the next process."""
         for segment in (*self._full, self._current):
             if segment.left:
-                os.close(segment.fd)
+                segment.close()
             else:
                 segment.remove()
 
-    def _make_room(self) -> None:
-        current = self._current
-        if not current.left and current.size >= TRUNCATE_BYTES:
-            os.ftruncate(current.fd, 0)
-            current.size = current.position = 0
-        elif current.size >= SEGMENT_BYTES:
-            self._full.append(current)
-            self._current = self._new_segment()
+    def _next_segment(self, size: int) -> None:
+        """One that has room for so much. Raises SpoolFull."""
+        if size > SEGMENT_BYTES:
+            raise SpoolFull(f"a record of {size} bytes; at most {SEGMENT_BYTES}")
+        try:
+            fresh = self._new_segment()
+        except OSError as error:
+            raise SpoolFull(f"cannot make another file in {self._folder}: {error.strerror}") from error
+        self._full.append(self._current)
+        self._current = fresh
 
     def _new_segment(self) -> _Segment:
         while True:
             path = self._folder / f"{time.time_ns():x}-{os.urandom(4).hex()}{_SUFFIX}"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             if _lock(fd):
-                return _Segment(path, fd, 0)
+                try:
+                    os.posix_fallocate(fd, 0, SEGMENT_BYTES)
+                    return _Segment(path, fd, 0)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    os.close(fd)
+                    raise
             os.close(fd)  # Somebody else found it between these two lines, and removes it as empty.
 
 
@@ -215,7 +250,11 @@ def _taken_over(path: Path) -> _Segment | None:
     if not _lock(fd):
         os.close(fd)
         return None
-    segment = _Segment(path, fd, os.fstat(fd).st_size)
+    if not os.fstat(fd).st_size:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        return None
+    segment = _Segment(path, fd)
     if segment.size:
         return segment
     segment.remove()
@@ -229,8 +268,3 @@ def _lock(fd: int) -> bool:
     except OSError:
         return False
     return os.fstat(fd).st_nlink > 0
-
-
-def _whole_lines(segment: _Segment, bytes_max: int) -> bytes:
-    data = os.pread(segment.fd, min(bytes_max, segment.left), segment.position)
-    return data[: data.rfind(b"\n") + 1]

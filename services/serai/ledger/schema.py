@@ -3,6 +3,8 @@ in the part of SQL that SQLite and PostgreSQL have in common but for the names o
 
 from __future__ import annotations
 
+from msgspec.structs import astuple
+
 from serai.contracts.usage import UsageRecord
 
 _TEXT, _INTEGER, _REAL, _FLAG = "TEXT", "{integer}", "{real}", "INTEGER"
@@ -50,13 +52,19 @@ STEPS: tuple[tuple[str, ...], ...] = (
 
 
 def row(record: UsageRecord) -> tuple[object, ...]:
-    """The values of `COLUMNS`."""
-    return tuple([_value(getattr(record, name)) for name in COLUMNS])
+    """The values of `COLUMNS`, in types that databases take as they are."""
+    values = list(astuple(record))
+    values[_SESSIONS] = " ".join(values[_SESSIONS])
+    values[_OUTCOME] = values[_OUTCOME].value
+    for place in _FLAGS:
+        values[place] = int(values[place])
+    for place in _TEXTS:
+        if "\x00" in values[place]:
+            values[place] = values[place].replace("\x00", "\ufffd")  # PostgreSQL takes no NUL.
+    return tuple(values)
 
 
-def _value(value: object) -> object:
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, str):
-        return str(value).replace("\x00", "\ufffd")  # PostgreSQL takes no NUL.
-    return " ".join(value) if isinstance(value, list) else value
+_PLACES = {name: place for place, name in enumerate(COLUMNS)}
+_SESSIONS, _OUTCOME = _PLACES["sessions"], _PLACES["outcome"]
+_FLAGS = [place for name, place in _PLACES.items() if COLUMNS[name].startswith(_FLAG)]
+_TEXTS = [place for name, place in _PLACES.items() if COLUMNS[name].startswith(_TEXT)]

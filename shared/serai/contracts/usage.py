@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     """The client left."""
 
 
-class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
+class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one request was, and what it took. docs/usage.md says how each field comes about."""
 
     id: str
