@@ -53,6 +53,12 @@ def write_curves_csv(file: Path, curves: Sequence[PolicyCurve]) -> None:
                 )
 
 
+def write_table_csv(file: Path, rows: Iterable[Sequence[str]]) -> None:
+    """A table as it is shown, the head first."""
+    with _opened(file) as text:
+        csv.writer(text, lineterminator="\n").writerows(rows)
+
+
 def curves_object(curves: Sequence[PolicyCurve]) -> list[dict[str, Any]]:
     """The same, for JSON, with every seed's value."""
     return [
