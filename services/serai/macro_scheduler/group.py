@@ -8,131 +8,74 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from math import inf, isfinite
+from typing import assert_never
 
 from serai.contracts.admission import (
     AdmissionAnswer,
     AdmissionAsk,
     Decision,
+    GateMode,
     InstanceReport,
     InstanceState,
     Lease,
     TakeInstance,
 )
-from serai.macro_scheduler.instance_view import InstanceView, PendingLease, StepPredictor
+from serai.macro_scheduler.admission import AdmissionPolicy, AuthorCode, Paper, Request, Scan, Serai, Verdict
+from serai.macro_scheduler.explain import Decided, DecisionRing
+from serai.macro_scheduler.group_events import (
+    Answer,
+    Asked,
+    Gone,
+    GroupEffect,
+    GroupEvent,
+    Joined,
+    NotOwned,
+    Own,
+    Owned,
+    Reported,
+    Scale,
+    Sleep,
+    Take,
+    Tick,
+    TookOver,
+    WakeAt,
+    Withdrawn,
+)
+from serai.macro_scheduler.instance_view import InstanceView
+from serai.macro_scheduler.macro_instance import MacroInstance
+from serai.macro_scheduler.pending import Pending, PendingLine
 
+__all__ = [
+    "Answer",
+    "Asked",
+    "Gone",
+    "Group",
+    "GroupEffect",
+    "GroupEvent",
+    "GroupSettings",
+    "Joined",
+    "NotOwned",
+    "Own",
+    "Owned",
+    "Reported",
+    "Scale",
+    "Sleep",
+    "Take",
+    "Tick",
+    "TookOver",
+    "WakeAt",
+    "Withdrawn",
+]
 
-class Asked(NamedTuple):
-    """One ask. Asked again with the same id (a lease was refused, a session failed) it is decided anew, without the
-    sessions it excludes."""
-
-    ask: AdmissionAsk
-    to: object
-    """Whom to answer; only handed back."""
-
-
-class Withdrawn(NamedTuple):
-    """Its client or its ingress has left: what waits is forgotten, a lease not applied yet is given back."""
-
-    request_id: str
-
-
-class Reported(NamedTuple):
-    """A report, as late as it may be."""
-
-    report: InstanceReport
-
-
-class Joined(NamedTuple):
-    """An instance serves this model now. The group asks the shell to `Own` it."""
-
-    session: str
-    kv_tokens_total: int
-    predict: StepPredictor
-
-
-class Gone(NamedTuple):
-    """It does not any more, or will soon not (draining): nothing new goes there."""
-
-    session: str
-
-
-class Owned(NamedTuple):
-    """An `Own` went through: the instance's epoch is this now."""
-
-    session: str
-    epoch: int
-
-
-class NotOwned(NamedTuple):
-    """An `Own` lost: somebody else has it with this epoch, or KV is away (`epoch` 0: to be tried again)."""
-
-    session: str
-    epoch: int
-
-
-class TookOver(NamedTuple):
-    """An instance's answer to `TakeInstance`: everything it knows."""
-
-    state: InstanceState
-
-
-class Tick(NamedTuple):
-    """A wanted time has come."""
-
-
-GroupEvent = Asked | Withdrawn | Reported | Joined | Gone | Owned | NotOwned | TookOver | Tick
-
-
-class Answer(NamedTuple):
-    """Send it. `final` is False after WAIT: another follows."""
-
-    answer: AdmissionAnswer
-    to: object
-    final: bool = True
-
-
-class Own(NamedTuple):
-    """Compare-and-set the instance's owner to `owner` with a higher epoch than any so far; tell `Owned` or
-    `NotOwned`."""
-
-    session: str
-    owner: str
-
-
-class Take(NamedTuple):
-    """Send it to the instance; also as the heartbeat. Its answer comes back as `TookOver`."""
-
-    session: str
-    take: TakeInstance
-
-
-class WakeAt(NamedTuple):
-    """Send `Tick` then. The latest wish counts."""
-
-    at_s: float
-
-
-class Scale(NamedTuple):
-    """A wish to whoever starts and stops instances."""
-
-    change: int
-    """+1 or −1."""
-    why: str
-
-
-class Sleep(NamedTuple):
-    """The instance is drained and not needed: let its engine sleep where it can."""
-
-    session: str
-
-
-GroupEffect = Answer | Own | Take | WakeAt | Scale | Sleep
+_RETRIES = 4
+"""Waiting asks that are tried again at each report."""
+_REFUSED_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """How one model's group decides."""
+    """How one model's group decides. Raises ValueError for what cannot be."""
 
     policy: str = "serai"
     """`serai`, `paper` or `author_code`."""
@@ -145,8 +88,37 @@ class GroupSettings:
     """How often an instance hears `Take`."""
     pending_max: int = 2000
     """Asks that wait at once; more are refused."""
+    lease_s: float = 3.0
+    """A lease that no report has acknowledged by then is given back."""
     owner: str = "macro-0"
     """Name of the first macro-instance."""
+    scan: str = ""
+    """`paper` only: `random` instead of the cyclic scan."""
+    interval_share: float | None = None
+    """`paper` only: windows of this share of the TTFT target instead of adaptive ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("slo_ttft_s", "slo_tpot_s", "beat_s", "lease_s"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be above 0, not {value}")
+        if not 0 < self.attainment < 1:
+            raise ValueError(f"attainment must be between 0 and 1, not {self.attainment}")
+        if self.pending_max < 0:
+            raise ValueError(f"pending_max must be at least 0, not {self.pending_max}")
+        policy_of(self)
+
+
+def policy_of(settings: GroupSettings) -> AdmissionPolicy:
+    """The policy that `settings` names. Raises ValueError with the names there are."""
+    match settings.policy:
+        case "serai":
+            return Serai()
+        case "author_code":
+            return AuthorCode()
+        case "paper":
+            return Paper(scan=Scan(settings.scan or Scan.CYCLIC), interval_share=settings.interval_share)
+    raise ValueError(f"no admission policy {settings.policy!r}: use serai, paper or author_code")
 
 
 class Group:
@@ -154,48 +126,306 @@ class Group:
 
     def __init__(self, settings: GroupSettings) -> None:
         self.settings = settings
+        self.policy = policy_of(settings)
         self.views: dict[str, InstanceView] = {}
+        self.macro = MacroInstance(settings.owner)
+        self.pending = PendingLine(settings.slo_ttft_s, by_arrival=not self.policy.gated)
+        self.ring = DecisionRing()
+        self.refused_reports = 0
+        """Reports that were not believed."""
+        self.last_refusal = ""
+        self._leased: dict[str, tuple[str, int]] = {}
+        """Session and sequence of leases that are not acknowledged, by request."""
+        self._now_s = -inf
+        self._beat_at_s = -inf
 
     def handle(self, event: GroupEvent, now_s: float) -> Sequence[GroupEffect]:
-        """What is to be done now. Called in order of time."""
+        """What is to be done now. A clock that goes back is taken to stand still."""
+        now_s = self._now_s = max(now_s, self._now_s)
         match event:
             case Asked(ask, to):
-                return [Answer(self._answer(ask, now_s), to)]
+                return self._asked(ask, to, now_s)
             case Reported(report):
-                view = self.views.get(report.session)
-                if view is not None:
-                    view.report, view.reported_at_s = report, now_s
+                return self._reported(report, now_s)
+            case Withdrawn(request_id):
+                self.pending.remove(request_id)
+                self._give_back(request_id)
             case Joined(session, kv_tokens_total, predict):
                 self.views[session] = InstanceView(session, kv_tokens_total, predict)
-                return [Own(session, self.settings.owner)]
+                self.macro.join(session)
+                return [Own(session, self.macro.name)]
             case Gone(session):
-                self.views.pop(session, None)
+                self._gone(session)
             case Owned(session, epoch):
-                if session in self.views:
-                    self.views[session].epoch = epoch
-            case Withdrawn() | NotOwned() | TookOver() | Tick():
-                pass
+                return self._owned(session, epoch, now_s)
+            case NotOwned(session, epoch):
+                if epoch and session in self.views:
+                    self._gone(session)
+            case TookOver(state):
+                self._took_over(state, now_s)
+                return self._retry(now_s)
+            case Tick():
+                return self._tick(now_s)
             case _:
                 assert_never(event)
         return []
 
-    def explain(self, request_id: str) -> list[str]:
-        """What was decided on a request, and why, as lines for people; with an empty id, how the group stands."""
-        return []
+    # Members
 
-    def _answer(self, ask: AdmissionAsk, now_s: float) -> AdmissionAnswer:
-        open_to = [view for view in self.views.values() if view.session not in ask.excluded]
-        if not open_to:
-            return AdmissionAnswer(ask.request_id, Decision.REFUSE, retry_after_s=1.0, reason="no instance serves it")
-        view = min(open_to, key=lambda one: one.load)
-        view.sequence += 1
+    def _owned(self, session: str, epoch: int, now_s: float) -> Sequence[GroupEffect]:
+        view = self.views.get(session)
+        if view is None or epoch <= view.epoch:
+            return []
+        view.owned(epoch)
+        effects: list[GroupEffect] = [self._take(view)]
+        if self._beat_at_s == -inf:
+            self._beat_at_s = now_s + self.settings.beat_s
+            effects.append(WakeAt(self._beat_at_s))
+        return [*effects, *self._retry(now_s)]
+
+    def _take(self, view: InstanceView) -> Take:
+        settings = self.settings
+        mode = view.mode if self.policy.gated else GateMode.ORDINARY
+        return Take(
+            view.session,
+            TakeInstance(self.macro.name, view.epoch, mode, round(1.0 - settings.attainment, 9), settings.beat_s),
+        )
+
+    def _took_over(self, state: InstanceState, now_s: float) -> None:
+        view = self.views.get(state.report.session)
+        if view is None:
+            self._distrust(f"a state came from {state.report.session}, which is not a member")
+        elif not state.accepted:
+            view.epoch = 0  # somebody with a higher epoch has it; whoever keeps ownership finds out
+        else:
+            self._believe(view, state.report, now_s)
+
+    def _gone(self, session: str) -> None:
+        self.views.pop(session, None)
+        self.macro.leave(session)
+
+    def _tick(self, now_s: float) -> Sequence[GroupEffect]:
+        effects: list[GroupEffect] = []
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + self.settings.beat_s
+            effects += [self._take(view) for view in self.views.values() if view.epoch]
+            for view in self.views.values():
+                view.expire(now_s - self.settings.lease_s)
+        effects += self._retry(now_s)
+        return [*effects, WakeAt(self._next_s(now_s))]
+
+    def _next_s(self, now_s: float) -> float:
+        return min(self._beat_at_s, now_s + 0.05) if self.pending else self._beat_at_s
+
+    # Reports
+
+    def _reported(self, report: InstanceReport, now_s: float) -> Sequence[GroupEffect]:
+        view = self.views.get(report.session)
+        if view is None:
+            self._distrust(f"a report came from {report.session}, which is not a member")
+            return []
+        self._believe(view, report, now_s)
+        return self._retry(now_s) if self.pending else []
+
+    def _believe(self, view: InstanceView, report: InstanceReport, now_s: float) -> None:
+        why = view.take_report(report, now_s)
+        if why:
+            self._distrust(f"a report of {view.session} was not believed: {why}")
+        view.expire(now_s - self.settings.lease_s)
+
+    def _distrust(self, why: str) -> None:
+        self.refused_reports += 1
+        self.last_refusal = why
+
+    # Asks
+
+    def _asked(self, ask: AdmissionAsk, to: object, now_s: float) -> Sequence[GroupEffect]:
+        if ask.request_id in self.pending:
+            return [Answer(AdmissionAnswer(ask.request_id, Decision.WAIT), to, final=False)]
+        self._give_back(ask.request_id)
+        why = self._wrong(ask)
+        if why:
+            return [self._refuse(ask, to, why, 0.0, now_s)]
+        settings = self.settings
+        ttft_s = settings.slo_ttft_s if ask.slo_ttft_s is None else ask.slo_ttft_s
+        tpot_s = settings.slo_tpot_s if ask.slo_tpot_s is None else ask.slo_tpot_s
+        request = Request(ask, now_s - ask.waited_s, ttft_s, tpot_s)
+        answer, verdicts = self._placed(request, to, now_s)
+        if answer is not None:
+            return [answer]
+        return self._kept(request, to, verdicts, now_s)
+
+    def _wrong(self, ask: AdmissionAsk) -> str:
+        """Why nobody can ever serve it; empty: somebody may."""
+        if ask.prompt_tokens < 1:
+            return f"prompt_tokens is {ask.prompt_tokens}: a request has at least 1"
+        for name, value in (("slo_ttft_s", ask.slo_ttft_s), ("slo_tpot_s", ask.slo_tpot_s)):
+            if value is not None and not (isfinite(value) and value > 0):
+                return f"{name} is {value}: a target is above 0; leave it out for none of your own"
+        if not (isfinite(ask.waited_s) and ask.waited_s >= 0):
+            return f"waited_s is {ask.waited_s}: it cannot be below 0"
+        if not self.views:
+            return "no instance serves this model"
+        largest = max([view.kv_tokens_total or inf for view in self.views.values()])
+        if ask.prompt_tokens >= largest:
+            return f"a prompt of {ask.prompt_tokens} tokens does not fit into any KV cache; the largest has {largest}"
+        return ""
+
+    def _placed(self, request: Request, to: object, now_s: float) -> tuple[Answer | None, Sequence[Verdict]]:
+        """Give it to whom the policy chooses, if it chooses anyone."""
+        view, verdicts = self.macro.choose(request, self.views, self.policy, request.ask.excluded, now_s)
+        if view is None:
+            return None, verdicts
+        anew = len(verdicts) > 1 and verdicts[-1].session == verdicts[0].session
+        return self._leased_to(view, request, to, Decision.ADMIT, verdicts, now_s, anew=anew), verdicts
+
+    def _leased_to(
+        self,
+        view: InstanceView,
+        request: Request,
+        to: object,
+        decision: Decision,
+        verdicts: Sequence[Verdict],
+        now_s: float,
+        *,
+        why: str = "",
+        anew: bool = False,
+    ) -> Answer:
+        ask = request.ask
+        prefill_s = view.predict.prefill_s(ask.prompt_tokens)
+        self.macro.activate(view, prefill_s, now_s, anew=anew)
+        left_s = request.deadline_s - now_s
         lease = Lease(
             epoch=view.epoch,
-            sequence=view.sequence,
-            prefill_s=view.predict.prefill_s(ask.prompt_tokens),
+            sequence=view.sequence + 1,
+            prefill_s=prefill_s,
             kv_tokens=ask.prompt_tokens,
-            start_within_s=self.settings.slo_ttft_s - ask.waited_s,
+            start_within_s=left_s - prefill_s - view.decode_s() if decision is Decision.ADMIT else -1.0,
+            slo_ttft_s=max(left_s, 1e-3),
+            slo_tpot_s=request.slo_tpot_s,
+            best_effort=decision is Decision.BEST_EFFORT,
             prompt_tokens=ask.prompt_tokens,
+            window=view.window,
         )
-        view.leases[view.sequence] = PendingLease(ask.request_id, lease, now_s)
-        return AdmissionAnswer(ask.request_id, Decision.ADMIT, view.session, lease)
+        view.lease(ask.request_id, lease, now_s)
+        self._leased[ask.request_id] = (view.session, lease.sequence)
+        if len(self._leased) > _REFUSED_MAX * 10:
+            self._forget_old_leases()
+        self.pending.serve(ask.project, ask.prompt_tokens)
+        self._note(request, decision, view.session, verdicts, now_s, why)
+        return Answer(AdmissionAnswer(ask.request_id, decision, view.session, lease, reason=why), to)
+
+    def _forget_old_leases(self) -> None:
+        for request_id, (session, sequence) in list(self._leased.items()):
+            view = self.views.get(session)
+            if view is None or sequence not in view.leases:
+                del self._leased[request_id]
+
+    def _kept(self, request: Request, to: object, verdicts: Sequence[Verdict], now_s: float) -> Sequence[GroupEffect]:
+        """Nobody may take it now: it waits, if waiting can help."""
+        if self.policy.gated and self._hopeless(request, now_s):
+            return [self._late(request, to, verdicts, now_s)]
+        if len(self.pending) >= self.settings.pending_max:
+            why = f"{len(self.pending)} requests wait already"
+            return [self._refuse(request.ask, to, why, self._retry_after_s(), now_s)]
+        self.pending.add(request, to)
+        self._note(request, Decision.WAIT, "", verdicts, now_s)
+        answer = Answer(AdmissionAnswer(request.ask.request_id, Decision.WAIT), to, final=False)
+        return [answer, WakeAt(self._next_s(now_s))]
+
+    def _hopeless(self, request: Request, now_s: float) -> bool:
+        """Whether its target is missed even if it is alone from now on."""
+        open_to = [view for view in self.views.values() if view.session not in request.ask.excluded]
+        quickest_s = min([view.predict.prefill_s(request.ask.prompt_tokens) for view in open_to], default=inf)
+        return now_s + quickest_s > request.deadline_s
+
+    def _late(self, request: Request, to: object, verdicts: Sequence[Verdict], now_s: float) -> Answer:
+        """Its target cannot be met: best effort, or no, as its caller chose."""
+        left_s = request.deadline_s - now_s
+        why = f"its first decode step cannot come within the {left_s:.2f} s that are left"
+        if not request.ask.best_effort:
+            return self._refuse(request.ask, to, why, self._retry_after_s(), now_s)
+        open_to = [v for v in self.views.values() if v.epoch and v.session not in request.ask.excluded]
+        if not open_to:
+            why = "no instance that serves this model may take it"
+            return self._refuse(request.ask, to, why, self._retry_after_s(), now_s)
+        view = min(open_to, key=lambda one: (one.waiting_prefill_s(), one.load))
+        return self._leased_to(view, request, to, Decision.BEST_EFFORT, verdicts, now_s, why=why)
+
+    def _refuse(self, ask: AdmissionAsk, to: object, why: str, retry_after_s: float, now_s: float) -> Answer:
+        self._note(Request(ask, now_s - ask.waited_s, 0.0, 0.0), Decision.REFUSE, "", (), now_s, why)
+        return Answer(AdmissionAnswer(ask.request_id, Decision.REFUSE, retry_after_s=retry_after_s, reason=why), to)
+
+    def _retry_after_s(self) -> float:
+        """About when what waits now will have been prefilled."""
+        waiting = [view.waiting_prefill_s() for view in self.views.values()]
+        return round(max(1.0, min(waiting, default=1.0)), 1)
+
+    def _retry(self, now_s: float) -> list[GroupEffect]:
+        """Something has changed: who waits is tried again, in turn."""
+        effects: list[GroupEffect] = []
+        if not self.pending:
+            return effects
+        if self.policy.gated:
+            effects += self._given_up(now_s)
+        for entry in list(self.pending.in_turn(_RETRIES)):
+            answer, _ = self._placed(entry.request, entry.to, now_s)
+            if answer is not None:
+                self.pending.remove(entry.request.ask.request_id)
+                effects.append(answer)
+            elif self.policy.gated:
+                break
+        return effects
+
+    def _given_up(self, now_s: float) -> list[GroupEffect]:
+        """Those for whom it is too late."""
+        late: list[Pending] = []
+        for entry in list(self.pending.in_turn(_RETRIES)):
+            if self._hopeless(entry.request, now_s):
+                self.pending.remove(entry.request.ask.request_id)
+                late.append(entry)
+        return [self._late(entry.request, entry.to, (), now_s) for entry in late]
+
+    def _give_back(self, request_id: str) -> None:
+        """Its lease, if it has one, is not used: it was refused, or nobody wants it any more."""
+        session, sequence = self._leased.pop(request_id, ("", 0))
+        view = self.views.get(session)
+        if view is not None:
+            view.give_back(sequence)
+
+    # What was decided
+
+    def _note(
+        self,
+        request: Request,
+        decision: Decision,
+        session: str,
+        verdicts: Sequence[Verdict],
+        now_s: float,
+        why: str = "",
+    ) -> None:
+        ask = request.ask
+        left_s = request.deadline_s - now_s
+        self.ring.note(Decided(now_s, ask.request_id, decision, session, ask.prompt_tokens, left_s, verdicts, why))
+
+    def explain(self, request_id: str) -> list[str]:
+        """What was decided on a request, and why, as lines for people; with an empty id, how the group stands."""
+        if request_id:
+            return [line for one in self.ring.of(request_id) for line in one.lines(self._now_s)]
+        lines = [f"policy {self.policy.name}, {len(self.views)} instances, {len(self.pending)} requests wait"]
+        lines += [self._standing(self.views[session]) for session in self.macro.members]
+        if self.last_refusal:
+            lines.append(f"{self.refused_reports} reports were not believed; the last: {self.last_refusal}")
+        return lines
+
+    def _standing(self, view: InstanceView) -> str:
+        report = view.report
+        head = f"  {view.session}: epoch {view.epoch}, {view.mode.value}"
+        if report is None:
+            return f"{head}, no report yet"
+        age_s = self._now_s - view.reported_at_s
+        return (
+            f"{head}, {report.decoding.count} decode with {report.decoding.low_s:.3f} s of slack, "
+            f"{report.waiting} wait for {report.waiting_prefill_s:.3f} s of prefill, "
+            f"{len(view.leases)} leases on their way, reported {age_s:.3f} s ago"
+        )

@@ -1,12 +1,18 @@
 """One instance as its macro-scheduler sees it: the last report, leases on their way, and what has happened since by
-prediction. Pure."""
+prediction. Pure.
+
+The ledger: a lease is debited the moment it is given (prefill time, KV tokens), and stays so until a report says that
+the instance has applied its sequence: from then on the report itself contains it. So slack is never promised twice,
+however late reports are. A lease that is refused is given back at once, one that nobody applies when it expires.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import NamedTuple
 
-from serai.contracts.admission import InstanceReport, Lease
+from serai.contracts.admission import GateMode, InstanceReport, Lease, Spread
 
 
 class StepPredictor(NamedTuple):
@@ -32,17 +38,142 @@ class InstanceView:
     def __init__(self, session: str, kv_tokens_total: int, predict: StepPredictor) -> None:
         self.session = session
         self.predict = predict
+        self.kv_tokens_total = kv_tokens_total
         self.epoch = 0
+        """0: not owned yet, so nothing may be leased."""
         self.sequence = 0
-        """Of the last lease given."""
+        """Of the last lease given in this epoch."""
+        self.mode = GateMode.PADG
+        """As it should be."""
         self.report: InstanceReport | None = None
         self.reported_at_s = 0.0
-        self.kv_tokens_total = kv_tokens_total
         self.leases: dict[int, PendingLease] = {}
         """Not acknowledged yet, by sequence."""
+        self.leased_prefill_s = 0.0
+        """Of those."""
+        self.leased_kv_tokens = 0
+        # What the paper's policies note of a window.
+        self.window = 0
+        self.switched_at_s = 0.0
+        """When it began."""
+        self.window_prefill_s = 0.0
+        """Predicted prefill time of all that this window has taken."""
 
     @property
     def load(self) -> int:
         """Requests that it has or will have."""
         reported = 0 if self.report is None else self.report.waiting + self.report.decoding.count
         return reported + len(self.leases)
+
+    # The ledger
+
+    def owned(self, epoch: int) -> None:
+        """A new epoch: its leases are counted anew, and those of the old one are the instance's own word now."""
+        self.epoch, self.sequence = epoch, 0
+        self.leases.clear()
+        self.leased_prefill_s, self.leased_kv_tokens = 0.0, 0
+
+    def lease(self, request_id: str, lease: Lease, now_s: float) -> None:
+        """Debit `lease`, whose sequence is the next."""
+        self.sequence = lease.sequence
+        self.leases[lease.sequence] = PendingLease(request_id, lease, now_s)
+        self.leased_prefill_s += lease.prefill_s
+        self.leased_kv_tokens += lease.kv_tokens
+
+    def give_back(self, sequence: int) -> None:
+        """That lease is known to be applied, refused, or not to be used. Idempotent."""
+        pending = self.leases.pop(sequence, None)
+        if pending is None:
+            return
+        self.leased_kv_tokens -= pending.lease.kv_tokens
+        self.leased_prefill_s = self.leased_prefill_s - pending.lease.prefill_s if self.leases else 0.0
+
+    def expire(self, before_s: float) -> None:
+        """Give back the leases made before then: their requests never came to the instance, or its reports do not
+        come here."""
+        while self.leases:
+            sequence = next(iter(self.leases))
+            if self.leases[sequence].made_at_s >= before_s:
+                return
+            self.give_back(sequence)
+
+    def take_report(self, report: InstanceReport, now_s: float) -> str:
+        """Believe `report`. Why not, if it cannot be believed."""
+        if report.epoch != self.epoch:
+            return f"it is of epoch {report.epoch}, and {self.session} is owned with epoch {self.epoch}"
+        if self.report is not None and report.sequence <= self.report.sequence:
+            return f"its sequence {report.sequence} is not above {self.report.sequence}, known before"
+        wrong = _wrong(report)
+        if wrong:
+            return wrong
+        self.report, self.reported_at_s = report, now_s
+        while self.leases:
+            sequence = next(iter(self.leases))
+            if sequence > report.applied:
+                break
+            self.give_back(sequence)
+        return ""
+
+    # The effective state
+
+    def kv_tokens_left(self) -> float:
+        """Tokens that nobody uses or was promised; infinite when the engine does not say."""
+        report = self.report
+        if report is None:
+            return self.kv_tokens_total - self.leased_kv_tokens if self.kv_tokens_total else float("inf")
+        if not report.kv_tokens_total:
+            return float("inf")
+        return report.kv_tokens_free - report.kv_tokens_promised - self.leased_kv_tokens
+
+    def waiting_prefill_s(self) -> float:
+        """Predicted prefill time of all that has no first token yet, leases on their way included."""
+        return self.leased_prefill_s + (0.0 if self.report is None else self.report.waiting_prefill_s)
+
+    def decode_s(self) -> float:
+        """A decode step of the streams that it has and will have."""
+        report = self.report
+        count = len(self.leases)
+        if report is None or not report.step_s:
+            return self.predict.decode_s(max(1, count), 0)
+        per_stream_s = 0.0
+        if count:
+            count += report.waiting
+            known = max(1, report.decoding.count)
+            context = report.context_tokens // known if report.context_tokens else 512
+            one = self.predict.decode_s(known, known * context)
+            per_stream_s = max(0.0, self.predict.decode_s(known + count, (known + count) * context) - one)
+        return report.step_s + per_stream_s
+
+    def finish_in_s(self, prefill_s: float, slo_tpot_s: float, now_s: float) -> float:
+        """When a further prefill of `prefill_s` would be done, by prediction: what waits before it, and the decode
+        steps without which no slack is left for it. Since the report, that work has gone on."""
+        report = self.report
+        work_s = self.waiting_prefill_s() + prefill_s
+        step_s = self.decode_s()
+        if report is None or not (report.decoding.count or report.waiting):
+            return work_s
+        gain = max(0.05, 1.0 - step_s / slo_tpot_s)
+        slack_s = max(-1.0, report.decoding.low_s) if report.decoding.count else slo_tpot_s
+        decode_s = max(0.0, work_s - slack_s) / gain
+        return max(prefill_s, work_s + decode_s + step_s - (now_s - self.reported_at_s))
+
+
+def _wrong(report: InstanceReport) -> str:
+    """What in a report cannot be; empty: nothing. Slack below 0 can: a stream that is behind its target."""
+    for name, spread in (("decoding", report.decoding), ("older", report.older)):
+        if spread.count < 0 or not _ordered(spread):
+            return f"{name} is {spread}: no such spread is possible"
+    if report.waiting < 0 or not 0.0 <= report.waiting_prefill_s < float("inf"):
+        return f"{report.waiting} waiting requests with {report.waiting_prefill_s} s of prefill are not possible"
+    if not 0 <= report.kv_tokens_free <= max(report.kv_tokens_total, report.kv_tokens_free):
+        return f"kv_tokens_free is {report.kv_tokens_free}"
+    if not (isfinite(report.step_s) and report.step_s >= 0.0):
+        return f"step_s is {report.step_s}"
+    return ""
+
+
+def _ordered(spread: Spread) -> bool:
+    if not spread.count:
+        return True
+    rising = spread.least_s <= spread.low_s <= spread.most_s and spread.least_s <= spread.mean_s + 1e-6
+    return rising and isfinite(spread.least_s) and isfinite(spread.most_s)

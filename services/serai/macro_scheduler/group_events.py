@@ -1,0 +1,116 @@
+"""What a group is told, and what it asks for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from serai.contracts.admission import AdmissionAnswer, AdmissionAsk, InstanceReport, InstanceState, TakeInstance
+from serai.macro_scheduler.instance_view import StepPredictor
+
+
+class Asked(NamedTuple):
+    """One ask. Asked again with the same id (a lease was refused, a session failed) it is decided anew, without the
+    sessions it excludes."""
+
+    ask: AdmissionAsk
+    to: object
+    """Whom to answer; only handed back."""
+
+
+class Withdrawn(NamedTuple):
+    """Its client or its ingress has left: what waits is forgotten, a lease not applied yet is given back."""
+
+    request_id: str
+
+
+class Reported(NamedTuple):
+    """A report, as late as it may be."""
+
+    report: InstanceReport
+
+
+class Joined(NamedTuple):
+    """An instance serves this model now. The group asks the shell to `Own` it."""
+
+    session: str
+    kv_tokens_total: int
+    predict: StepPredictor
+
+
+class Gone(NamedTuple):
+    """It does not any more, or will soon not (draining): nothing new goes there."""
+
+    session: str
+
+
+class Owned(NamedTuple):
+    """An `Own` went through: the instance's epoch is this now."""
+
+    session: str
+    epoch: int
+
+
+class NotOwned(NamedTuple):
+    """An `Own` lost: somebody else has it with this epoch, or KV is away (`epoch` 0: to be tried again)."""
+
+    session: str
+    epoch: int
+
+
+class TookOver(NamedTuple):
+    """An instance's answer to `TakeInstance`: everything it knows."""
+
+    state: InstanceState
+
+
+class Tick(NamedTuple):
+    """A wanted time has come."""
+
+
+GroupEvent = Asked | Withdrawn | Reported | Joined | Gone | Owned | NotOwned | TookOver | Tick
+
+
+class Answer(NamedTuple):
+    """Send it. `final` is False after WAIT: another follows."""
+
+    answer: AdmissionAnswer
+    to: object
+    final: bool = True
+
+
+class Own(NamedTuple):
+    """Compare-and-set the instance's owner to `owner` with a higher epoch than any so far; tell `Owned` or
+    `NotOwned`."""
+
+    session: str
+    owner: str
+
+
+class Take(NamedTuple):
+    """Send it to the instance; also as the heartbeat. Its answer comes back as `TookOver`."""
+
+    session: str
+    take: TakeInstance
+
+
+class WakeAt(NamedTuple):
+    """Send `Tick` then. The latest wish counts."""
+
+    at_s: float
+
+
+class Scale(NamedTuple):
+    """A wish to whoever starts and stops instances."""
+
+    change: int
+    """+1 or −1."""
+    why: str
+
+
+class Sleep(NamedTuple):
+    """The instance is drained and not needed: let its engine sleep where it can."""
+
+    session: str
+
+
+GroupEffect = Answer | Own | Take | WakeAt | Scale | Sleep

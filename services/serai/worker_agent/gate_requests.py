@@ -1,0 +1,125 @@
+"""The requests of one instance as its phase gate knows them: who waits until when, who decodes. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from enum import Enum
+
+from serai.contracts.admission import Lease
+from serai.worker_agent.slack_book import Place
+
+
+class Stage(Enum):
+    """How far a request is."""
+
+    WAITING = "waiting"
+    """Held back by the gate."""
+    LATE = "late"
+    """Held back; its target cannot be met, or it has none: it comes after the others."""
+    RELEASED = "released"
+    """The engine has it; no first token yet."""
+    ENTERING = "entering"
+    """Has its first token; its first decode step has not ended."""
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+
+
+class GateRequest:
+    """One request. Equality is identity."""
+
+    __slots__ = (
+        "deadline_s",
+        "first_s",
+        "key",
+        "lease",
+        "number",
+        "offered_s",
+        "older",
+        "place",
+        "prompt_tokens",
+        "said",
+        "slo_tpot_s",
+        "stage",
+        "steps",
+        "window",
+        "zero_s",
+    )
+
+    def __init__(
+        self, key: str, number: int, prompt_tokens: int, lease: Lease | None, offered_s: float, deadline_s: float
+    ) -> None:
+        self.key = key
+        self.number = number
+        self.prompt_tokens = prompt_tokens
+        self.lease = lease
+        self.offered_s = offered_s
+        self.deadline_s = deadline_s
+        """Until when it should decode."""
+        self.slo_tpot_s = 0.0
+        """0: it has no target, or none that holds."""
+        self.window = 0
+        self.stage = Stage.WAITING
+        self.first_s = 0.0
+        self.said = 0
+        """Tokens said, as of step `steps`."""
+        self.steps = 0
+        self.place: Place | None = None
+        self.older = False
+        """Whether its place is in the book of those older than the window."""
+        self.zero_s = 0.0
+        """While preempted: when its slack is zero."""
+
+
+class WaitingLine:
+    """Held requests: those with a deadline that can be met by deadline, then the late ones in the order in which they
+    became so."""
+
+    def __init__(self) -> None:
+        self._by_deadline: list[tuple[float, int, GateRequest]] = []
+        self._late: deque[GateRequest] = deque()
+        self.tokens = 0
+        """Prompt tokens of those that are not late."""
+        self.late_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._by_deadline) + len(self._late)
+
+    @property
+    def late(self) -> int:
+        """How many are late."""
+        return len(self._late)
+
+    def add(self, request: GateRequest) -> None:
+        """By its deadline."""
+        request.stage = Stage.WAITING
+        insort(self._by_deadline, (request.deadline_s, request.number, request))
+        self.tokens += request.prompt_tokens
+
+    def add_late(self, request: GateRequest) -> None:
+        """At the end."""
+        request.stage = Stage.LATE
+        self._late.append(request)
+        self.late_tokens += request.prompt_tokens
+
+    def head(self) -> GateRequest | None:
+        """Who has the earliest deadline."""
+        return self._by_deadline[0][2] if self._by_deadline else None
+
+    def head_late(self) -> GateRequest | None:
+        """Who has been late for longest."""
+        return self._late[0] if self._late else None
+
+    def remove(self, request: GateRequest) -> None:
+        """It was released, or left."""
+        if request.stage is Stage.LATE:
+            self._late.remove(request)
+            self.late_tokens -= request.prompt_tokens
+        else:
+            del self._by_deadline[bisect_left(self._by_deadline, (request.deadline_s, request.number))]
+            self.tokens -= request.prompt_tokens
+
+    def ahead_of(self, deadline_s: float) -> int:
+        """Prompt tokens of those with an earlier deadline. Touches each of them."""
+        place = bisect_left(self._by_deadline, (deadline_s, -1))
+        return sum([request.prompt_tokens for _, _, request in self._by_deadline[:place]])

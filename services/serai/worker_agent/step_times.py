@@ -1,0 +1,62 @@
+"""Predicted times of an engine's steps, corrected by what its steps really take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_GRID_TOKENS = 32
+_SHARE = 0.2
+"""Of the newest measurement in the running means."""
+
+
+class StepTimes:
+    """`predict_prefill_s` has the time of one prefill step over so many prompt tokens; it is asked once for every 32
+    tokens. Decode and mixed steps are measured."""
+
+    def __init__(self, predict_prefill_s: Callable[[int], float]) -> None:
+        self._predict_s = predict_prefill_s
+        self._known: dict[int, float] = {}
+        self.decode_s = predict_prefill_s(1)
+        """Of a step that only decodes; before the first, one over a single token."""
+        self.saved_s = 0.0
+        """What a step saves that prefills and decodes at once, against two; below 0: it costs more."""
+        self._measured_decode = False
+
+    def prefill_s(self, tokens: int) -> float:
+        """One prefill step over `tokens`; more than a step's worth is predicted as one long step."""
+        if tokens <= 0:
+            return 0.0
+        grid = -(-tokens // _GRID_TOKENS)
+        found = self._known.get(grid)
+        if found is None:
+            found = self._known[grid] = self._predict_s(grid * _GRID_TOKENS)
+        return found
+
+    def mixed_s(self, tokens: int) -> float:
+        """One step that prefills `tokens` and decodes."""
+        return max(self.decode_s, self.prefill_s(tokens) + self.decode_s - self.saved_s)
+
+    def tokens_within(self, seconds: float, most: int) -> int:
+        """How many prompt tokens, at most `most`, one prefill step takes in `seconds`; 0 when not even a few."""
+        if seconds <= 0.0 or most <= 0:
+            return 0
+        if self.prefill_s(most) <= seconds:
+            return most
+        low, high = 0, -(-most // _GRID_TOKENS)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.prefill_s(middle * _GRID_TOKENS) <= seconds else (low, middle)
+        return low * _GRID_TOKENS
+
+    def measured(self, duration_s: float, prompt_tokens: int, decoded: bool) -> None:
+        """A step took so long."""
+        if not decoded:
+            return
+        if not prompt_tokens:
+            if self._measured_decode:
+                self.decode_s += _SHARE * (duration_s - self.decode_s)
+            else:
+                self.decode_s, self._measured_decode = duration_s, True
+        elif self._measured_decode:
+            saved_s = self.prefill_s(prompt_tokens) + self.decode_s - duration_s
+            self.saved_s += _SHARE * (saved_s - self.saved_s)

@@ -1,0 +1,115 @@
+"""How many prompt tokens the engine's next step works on, and whether it decodes beside them. Pure.
+
+Every stream that decodes has slack; a step of duration T costs each of them T, and gives S (its TPOT target) back to
+those that it decodes. So with a low quantile of slack `low` (PaDG takes the mean):
+
+    a mixed step may last low + S          (streams decode in it)
+    a prefill step may last low            (they do not)
+
+and no longer than until the earliest deadline of whoever waits for its first decode step: those held back, those being
+prefilled, and those whose prefill is done but who have not decoded yet (PaDG protects none of the last). A stream that
+has not decoded begins with no slack, and its TPOT clock does not run before its first decode step: while such streams
+are there, a mixed step may last S, but a prefill step still `low`. That is what makes windows worth while.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from serai.worker_agent.gate_events import Position
+from serai.worker_agent.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSettings:
+    """Trade-offs of the rule, in seconds and tokens."""
+
+    margin_s: float = 0.005
+    """Of slack that is never spent: what a prediction may be wrong by."""
+    least_s: float = 0.08
+    """A step that works on prompts while others wait works on this much at least, unless a deadline is near."""
+    step_tokens_max: int = 8192
+
+
+class Situation(NamedTuple):
+    """One instance between two steps."""
+
+    now_s: float
+    work_tokens: int
+    """Prompt tokens that wait, in the gate and in the engine."""
+    head_tokens: int
+    """Of whoever has the earliest deadline among them."""
+    deadline_s: float
+    """That deadline."""
+    decoding: int
+    low_s: float
+    """The low quantile of the slack of who decodes; infinite when nobody does."""
+    slo_tpot_s: float
+    """The strictest target among them."""
+    entering: int
+    """Who has its first token and no decode step."""
+    entering_deadline_s: float
+    harm: float = 0.0
+    """How many targets a second of stall costs, expected."""
+
+
+class Choice(NamedTuple):
+    """What the next step does. 0 tokens: it decodes."""
+
+    position: Position
+    tokens: int
+    why: str
+
+
+def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
+    """The next step. Only asked while there is work."""
+    most = min(at.work_tokens, rule.step_tokens_max)
+    if not at.decoding and not at.entering:
+        return Choice(Position.PREFILL, _until(at, times, most), "nobody decodes")
+    mixed = _mixed_tokens(at, times, rule, most)
+    alone = _alone_tokens(at, times, rule, most)
+    enough = times.tokens_within(max(rule.least_s, times.prefill_s(1) * 1.2), most) or most
+    if mixed >= enough and mixed >= alone:
+        return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
+    if alone >= enough:
+        return Choice(Position.PREFILL, alone, "slack allows a window")
+    if mixed >= enough:
+        return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
+    urgent = _urgent_tokens(at, times, most)
+    if urgent:
+        return urgent
+    return Choice(Position.DECODE, 0, "slack is too little")
+
+
+def _mixed_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: int) -> int:
+    low_s = min(at.low_s, 0.0) if at.entering else at.low_s
+    if low_s == inf:
+        return most
+    allowed_s = low_s + at.slo_tpot_s - rule.margin_s
+    return times.tokens_within(allowed_s - times.decode_s + times.saved_s, most)
+
+
+def _alone_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: int) -> int:
+    until_s = min(at.entering_deadline_s, at.deadline_s) - at.now_s - times.decode_s
+    return times.tokens_within(min(at.low_s - rule.margin_s, until_s), most)
+
+
+def _until(at: Situation, times: StepTimes, most: int) -> int:
+    """As much as the earliest deadline leaves time for, and the earliest in any case."""
+    within = times.tokens_within(at.deadline_s - at.now_s - times.decode_s, most)
+    return max(within, min(at.head_tokens, most))
+
+
+def _urgent_tokens(at: Situation, times: StepTimes, most: int) -> Choice | None:
+    """The earliest deadline would be missed by waiting for one more decode step: it goes first, if less is lost by it
+    than by its miss."""
+    head = min(at.head_tokens, most)
+    takes_s = times.prefill_s(head)
+    if at.now_s + takes_s + 2 * times.decode_s < at.deadline_s:
+        return None
+    stall_s = times.mixed_s(head) - at.slo_tpot_s - max(at.low_s, -takes_s)
+    if stall_s * at.harm > 1.0:
+        return None
+    return Choice(Position.MIXED, head, "its deadline is near")
