@@ -46,6 +46,10 @@ COMMANDS: Tree = {
         "explain": Command("serai.cli.launcher_explain", "say what the launcher does for each slot, and why"),
         "wake": Command("serai.cli.launcher_wake", "start a deployment again that was let go or stopped"),
     },
+    "macro-scheduler": Command("serai.macro_scheduler.__main__", "decide when which instance prefills what (PaDG)"),
+    "macro": {
+        "explain": Command("serai.cli.macro_explain", "say what was decided on a request, or how the windows roll"),
+    },
     "ledger": Command("serai.ledger.__main__", "keep the usage records of a site in SQL"),
     "usage": Command("serai.cli.usage", "sum up what was used, by project, model, provider, day or key"),
     "health": Command("serai.cli.health", "say whether the registry answers and how many models serve"),
@@ -75,6 +79,7 @@ COMMANDS: Tree = {
         ),
         "faults": Command("serai.bench.simulate.faults", "the real services in virtual time under random faults"),
         "partition": Command("serai.bench.simulate.partition", "two sites whose link is cut and healed, many seeds"),
+        "goodput": Command("serai.bench.simulate.goodput", "the PaDG paper's comparison: rates that each system holds"),
         "fleet": Command("serai.bench.simulate.fleet", "ten thousand sessions and a hundred readers, with churn"),
     },
     "bench": {

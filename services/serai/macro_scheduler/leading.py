@@ -1,0 +1,153 @@
+"""Who leads a model's group: every macro-scheduler stands for it, one holds its lease in KV, and only that is asked.
+
+A leader that was held up finds out before it acts: each answer asks whether the lease is still young (`KvLease.held`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from serai.contracts.admission import GroupLease
+from serai.contracts.session_record import SessionRecord
+from serai.contracts.subjects import to_token
+from serai.macro_scheduler.group import Group
+from serai.macro_scheduler.owner_keys import OwnerKeys
+from serai.macro_scheduler.ownership import next_leader_epoch
+from serai.macro_scheduler.settings import MacroSchedulerSettings
+from serai.macro_scheduler.term import Term
+from serai.runtime.bus import Bus, BusError
+from serai.runtime.kv_lease import KvLease, StateKeys
+
+log = structlog.get_logger()
+
+BEATS_PER_LEASE = 6
+
+
+class Candidate:
+    """This process, as far as one model's group goes."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: MacroSchedulerSettings,
+        bus: Bus,
+        groups: StateKeys,
+        owners: OwnerKeys,
+        name: str,
+        instances: Callable[[str], Iterable[SessionRecord]],
+        heard_epoch: Callable[[str], int],
+        unheard_inbox: str,
+    ) -> None:
+        self.model = model
+        self.term: Term | None = None
+        """While it leads."""
+        self._settings = settings
+        self._bus = bus
+        self._owners = owners
+        self._name = name
+        self._instances = instances
+        self._heard_epoch = heard_epoch
+        self._unheard_inbox = unheard_inbox
+        self._epoch = 0
+        self._wake = asyncio.Event()
+        self.lease: KvLease[GroupLease] = KvLease(
+            groups,
+            to_token(model),
+            name,
+            settings.lease_s,
+            time.monotonic,
+            lambda beat: GroupLease(self._name, self._epoch, beat),
+            self._on_taken,
+            nobody=GroupLease("", 0, 0),
+            name="macro-scheduler",
+            acts="macro-scheduler leads the group",
+        )
+
+    async def run(self) -> None:
+        """Until cancelled; gives the lease back then."""
+        try:
+            while True:
+                await self._step()
+                await self._wait(self._settings.lease_s / BEATS_PER_LEASE)
+        finally:
+            await self._resign()
+
+    def look(self) -> None:
+        """Something may have changed among the instances."""
+        if self.term is not None:
+            self._meet(self.term)
+
+    async def _step(self) -> None:
+        await self.lease.beat()
+        if self.term is not None and (not self.lease.held or self.term.epoch != self._epoch):
+            await self._end(self.term)
+        if self.term is None and self.lease.held:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        # Two leaders never use the same name of an owner, nor does one in two terms.
+        owner = f"{self._name}-{self._epoch}"
+        group = Group(self._settings.group(owner))
+        term = Term(
+            self.model,
+            self._epoch,
+            group,
+            self._bus,
+            self._owners,
+            lambda: self.lease.held,
+            self._on_deposed,
+            self._unheard_inbox,
+        )
+        self.term = term  # From now on it hears reports.
+        try:
+            # Beside it the lease must be kept.
+            async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(self._beating())
+                await term.begin(self._instances(self.model))
+                beating.cancel()
+        except* BusError as errors:
+            log.warning("macro.not_begun", model=self.model, error=str(errors.exceptions[0]), effect="tried again")
+            await self._end(term)
+
+    async def _beating(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_s / BEATS_PER_LEASE)
+            await self.lease.beat()
+
+    async def _end(self, term: Term) -> None:
+        self.term = None
+        await term.end()
+
+    async def _resign(self) -> None:
+        if self.term is not None:
+            await self._end(self.term)
+        await self.lease.give_back(GroupLease("", self._epoch, self.lease.beats + 1))
+
+    def _meet(self, term: Term) -> None:
+        """The group has the instances that the registry says serve."""
+        records = {record.session: record for record in self._instances(self.model)}
+        for session in term.sessions - records.keys():
+            term.leave(session)
+        for session in records.keys() - term.sessions:
+            term.join(records[session])
+
+    def _on_taken(self, before: GroupLease) -> None:
+        self._epoch = next_leader_epoch(max(before.epoch, self._epoch), self._heard_epoch(self.model))
+
+    def _on_deposed(self, why: str) -> None:
+        """An instance has obeyed a later leader: KV had forgotten that one. The next epoch is above it."""
+        log.warning("macro.deposed", model=self.model, epoch=self._epoch, why=why)
+        self._epoch = next_leader_epoch(self._epoch, self._heard_epoch(self.model))
+        self._wake.set()
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()

@@ -1,0 +1,59 @@
+"""Settings of the macro-scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serai.macro_scheduler.group import GroupSettings
+from serai.runtime.connection_settings import ConnectionSettings
+from serai.runtime.settings import setting
+
+POLICIES = ("serai", "paper", "author_code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MacroSchedulerSettings(ConnectionSettings):
+    models: tuple[str, ...] = setting(
+        ("*",),
+        "pattern of the models whose instances it leads, as in llama-*; may be given again",
+        env="SERAI_MACRO_MODELS",
+    )
+    admission: str = setting("serai", f"admission policy: {', '.join(POLICIES)}")
+    slo_ttft_s: float = setting(5.0, "time to the first token of requests that name no target, in seconds")
+    slo_tpot_s: float = setting(0.1, "time per output token of requests that name no target, in seconds")
+    attainment: float = setting(0.99, "wanted share of requests that meet both targets")
+    lease_s: float = setting(
+        2.0, "another one takes over when this one has been silent for so long, in seconds", env="SERAI_MACRO_LEASE_S"
+    )
+    beat_s: float = setting(0.5, "how often instances are told whom they obey; after two without, they admit alone")
+    pending_max: int = setting(2000, "requests of a model that wait for a place at most; more are refused")
+
+    def __post_init__(self) -> None:
+        ConnectionSettings.__post_init__(self)
+        if self.admission not in POLICIES:
+            raise ValueError(f"--admission {self.admission!r}: must be one of {', '.join(POLICIES)}")
+        if not 0 < self.attainment < 1:
+            raise ValueError(f"--attainment {self.attainment:g}: must be above 0 and below 1")
+        if not 0.2 <= self.lease_s <= 60:
+            raise ValueError(f"--lease-s {self.lease_s:g}: must be from 0.2 to 60")
+        if not 0.05 <= self.beat_s <= 10:
+            raise ValueError(f"--beat-s {self.beat_s:g}: must be from 0.05 to 10")
+        if self.pending_max < 1:
+            raise ValueError(f"--pending-max {self.pending_max}: must be at least 1")
+        for flag, seconds in (("--slo-ttft-s", self.slo_ttft_s), ("--slo-tpot-s", self.slo_tpot_s)):
+            if seconds <= 0:
+                raise ValueError(f"{flag} {seconds:g}: must be above 0")
+        if not self.models:
+            raise ValueError("--models: name at least one pattern; * is all")
+
+    def group(self, owner: str) -> GroupSettings:
+        """Of one model's group, whose first macro-instance is called `owner`."""
+        return GroupSettings(
+            policy=self.admission,
+            slo_ttft_s=self.slo_ttft_s,
+            slo_tpot_s=self.slo_tpot_s,
+            attainment=self.attainment,
+            beat_s=self.beat_s,
+            pending_max=self.pending_max,
+            owner=owner,
+        )

@@ -1,0 +1,357 @@
+"""One term: the time during which this process leads one model's group. The shell around `group.Group`.
+
+What comes from ingresses and instances becomes events, effects become messages. Whatever is in here dies with the term:
+instances know the truth, and the next leader asks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, assert_never
+
+import structlog
+
+from serai.contracts.admission import (
+    AdmissionAnswer,
+    AdmissionAnswers,
+    AdmissionAsk,
+    AdmissionRequest,
+    Decision,
+    InstanceReport,
+    InstanceState,
+    TakeInstance,
+)
+from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.session_record import SessionRecord
+from serai.contracts.subjects import ADMISSION, TAKE
+from serai.macro_scheduler import metrics
+from serai.macro_scheduler.group import (
+    Answer,
+    Asked,
+    Gone,
+    Group,
+    GroupEffect,
+    GroupEvent,
+    Joined,
+    NotOwned,
+    Own,
+    Owned,
+    Reported,
+    Scale,
+    Sleep,
+    Take,
+    Tick,
+    TookOver,
+    WakeAt,
+    Withdrawn,
+)
+from serai.macro_scheduler.messages import ask_problem
+from serai.macro_scheduler.owner_keys import OwnerKeys
+from serai.macro_scheduler.ownership import Deposed
+from serai.macro_scheduler.predicting import InstanceSteps
+from serai.macro_scheduler.windows import Windows
+from serai.runtime.bus import Bus, BusError, Message, Subscription
+
+log = structlog.get_logger()
+
+TAKE_TIMEOUT_S = 1.0
+REBUILD_S = 1.0
+"""Instances that have not told their state by then join later: those that have must not wait for them."""
+SENT_MAX = 4096
+"""Answers of which it is remembered whose they were, until the server could have said that nobody heard them."""
+NAMES_MAX = 10_000
+"""Requests that clients have named, to be found by that name."""
+SAID_EVERY_S = 1.0
+"""Refusals are told in the log at most so often: under overload there are thousands."""
+
+
+class Term:
+    """Collaborators come from outside. `begin`, feed it, `end`."""
+
+    def __init__(
+        self,
+        model: str,
+        epoch: int,
+        group: Group,
+        bus: Bus,
+        owners: OwnerKeys,
+        held: Callable[[], bool],
+        deposed: Callable[[str], None],
+        unheard_inbox: str,
+    ) -> None:
+        self.model = model
+        self.epoch = epoch
+        self.group = group
+        self.windows = Windows()
+        self._bus = bus
+        self._owners = owners
+        self._held = held
+        self._deposed = deposed
+        self._unheard_inbox = unheard_inbox
+        self._steps: dict[str, InstanceSteps] = {}
+        self._heard_epochs: dict[str, int] = {}
+        """By session: the highest epoch that it has told."""
+        self._taken: dict[str, asyncio.Event] = {}
+        self._taking: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._subscription: Subscription | None = None
+        self._to_send: dict[str, list[AdmissionAnswer]] = {}
+        self._sent: OrderedDict[int, list[str]] = OrderedDict()
+        self._sent_number = 0
+        self._waiting: dict[str, str] = {}
+        """Asks that were told to wait → where their answer goes."""
+        self._names: OrderedDict[str, str] = OrderedDict()
+        self._said_at_s = 0.0
+        self._ended = False
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def begin(self, records: Iterable[SessionRecord]) -> None:
+        """Takes the instances, hears what they know, and from then on is asked. Raises BusError."""
+        for record in records:
+            self.join(record)
+        waits = [event.wait() for event in self._taken.values()]
+        try:
+            async with asyncio.timeout(REBUILD_S):
+                await asyncio.gather(*waits)
+        except TimeoutError:
+            late = [session for session, event in self._taken.items() if not event.is_set()]
+            log.warning("macro.rebuilt_in_part", model=self.model, late=late, effect="they join when they answer")
+        self._subscription = await self._bus.subscribe(ADMISSION.of_model(self.model), self.on_admission)
+        await self._bus.barrier()
+        metrics.LEADS.labels(self.model).set(1)
+        metrics.TERMS.labels(self.model).inc()
+        log.info("macro.leads", model=self.model, epoch=self.epoch, instances=len(self._steps))
+
+    async def end(self) -> None:
+        """Is asked no more. Who waits asks again by itself, and finds the next leader."""
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+        metrics.LEADS.labels(self.model).set(0)
+        log.info("macro.leads_no_more", model=self.model, epoch=self.epoch)
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> set[str]:
+        """Instances of the group."""
+        return set(self._steps)
+
+    def join(self, record: SessionRecord) -> None:
+        """A session that serves the model."""
+        steps = self._steps[record.session] = InstanceSteps(record.metadata)
+        self._taken[record.session] = asyncio.Event()
+        self.handle(Joined(record.session, record.metadata.kv_tokens_max, steps.predictor))
+        metrics.INSTANCES.labels(self.model).set(len(self._steps))
+
+    def leave(self, session: str) -> None:
+        """It serves no more, or drains."""
+        self._steps.pop(session, None)
+        self._taken.pop(session, None)
+        self._heard_epochs.pop(session, None)
+        self.windows.forget(session)
+        self.handle(Gone(session))
+        metrics.INSTANCES.labels(self.model).set(len(self._steps))
+
+    def on_report(self, report: InstanceReport) -> None:
+        """`instance.<session>`, of one of our instances."""
+        steps = self._steps.get(report.session)
+        if steps is None:
+            return
+        steps.hear(report)
+        self._note_epoch(report.session, report.epoch)
+        self.windows.note(report, time.monotonic())
+        self.handle(Reported(report))
+
+    def _note_epoch(self, session: str, epoch: int) -> None:
+        self._heard_epochs[session] = max(epoch, self._heard_epochs.get(session, 0))
+
+    @property
+    def _is_ready(self) -> bool:
+        """Some instance obeys us."""
+        return any(event.is_set() for event in self._taken.values())
+
+    # -- asks ----------------------------------------------------------------------------------------------------
+
+    def on_admission(self, message: Message) -> None:
+        """`admission.<model>`: asks of one ingress that came together."""
+        if not self._held():  # Another may lead by now: it answers, or nobody does, and ingresses know what to do.
+            return
+        began_s = time.monotonic()
+        try:
+            request = decode(AdmissionRequest, message.data)
+        except MalformedMessage as error:
+            log.warning("admission.malformed", model=self.model, error=str(error))
+            return
+        for request_id in request.withdrawn:
+            self._waiting.pop(request_id, None)
+            self._obey(self.group.handle(Withdrawn(request_id), began_s))
+        if message.reply:
+            for ask in request.asks:
+                self._on_ask(ask, message.reply, began_s)
+        self._flush()
+        metrics.DECISION.of(self.model).observe(time.monotonic() - began_s)
+
+    def _on_ask(self, ask: AdmissionAsk, reply: str, now_s: float) -> None:
+        if problem := ask_problem(ask):
+            self._answer(AdmissionAnswer(ask.request_id, Decision.REFUSE, reason=problem), reply, final=True)
+            return
+        if not self._is_ready:
+            self._answer(AdmissionAnswer(ask.request_id, Decision.UNKNOWN), reply, final=True)
+            return
+        name, tilde, _ = ask.request_id.rpartition("~")
+        if tilde and name:
+            self._names[name] = ask.request_id
+            if len(self._names) > NAMES_MAX:
+                self._names.popitem(last=False)
+        self._obey(self.group.handle(Asked(ask, reply), now_s))
+
+    def on_unheard(self, number: int) -> None:
+        """The server's word that nobody heard our answer of that number: its ingress has gone, and all it asked for."""
+        request_ids = self._sent.pop(number, None)
+        if request_ids is None:
+            return
+        metrics.UNHEARD.inc()
+        gone = {self._waiting[one] for one in request_ids if one in self._waiting}
+        request_ids += [one for one, reply in self._waiting.items() if reply in gone]
+        for request_id in dict.fromkeys(request_ids):
+            self._waiting.pop(request_id, None)
+            self.handle(Withdrawn(request_id))
+
+    # -- events and effects --------------------------------------------------------------------------------------
+
+    def handle(self, event: GroupEvent) -> None:
+        """One event, and all that follows."""
+        if not self._ended:
+            self._obey(self.group.handle(event, time.monotonic()))
+            self._flush()
+
+    def _obey(self, effects: Iterable[GroupEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Answer(answer, to, final):
+                    self._answer(answer, str(to), final=final)
+                case Own(session, owner):
+                    self._spawn(self._own(session, owner))
+                case Take(session, take):
+                    if session not in self._taking:
+                        self._spawn(self._take(session, take))
+                case WakeAt(at_s):
+                    self._wake_at(at_s)
+                case Scale(change, why):
+                    metrics.SCALE.of(self.model, f"{change:+d}").add()
+                    log.info("macro.scale", model=self.model, change=change, why=why)
+                case Sleep(session):
+                    log.info("macro.sleep", model=self.model, session=session)
+                case _:
+                    assert_never(effect)
+
+    def _answer(self, answer: AdmissionAnswer, reply: str, *, final: bool) -> None:
+        metrics.ANSWERS.of(self.model, answer.decision).add()
+        if final:
+            self._waiting.pop(answer.request_id, None)
+        else:
+            self._waiting[answer.request_id] = reply
+        self._to_send.setdefault(reply, []).append(answer)
+        if answer.decision in (Decision.REFUSE, Decision.BEST_EFFORT):
+            self._say(answer)
+
+    def _say(self, answer: AdmissionAnswer) -> None:
+        now = time.monotonic()
+        if now - self._said_at_s >= SAID_EVERY_S:
+            self._said_at_s = now
+            facts = {"request_id": answer.request_id, "decision": str(answer.decision), "reason": answer.reason}
+            log.info("admission.decided", model=self.model, session=answer.session, **facts)
+
+    def _flush(self) -> None:
+        """What was decided in one go leaves as one message an ingress."""
+        if not self._to_send:
+            return
+        to_send, self._to_send = self._to_send, {}
+        metrics.WAITING.labels(self.model).set(len(self._waiting))
+        for reply, answers in to_send.items():
+            self._sent_number += 1
+            self._sent[self._sent_number] = [answer.request_id for answer in answers]
+            if len(self._sent) > SENT_MAX:
+                self._sent.popitem(last=False)
+            unheard = f"{self._unheard_inbox}.{self._sent_number}"
+            try:
+                self._bus.publish(reply, encode(AdmissionAnswers(answers)), unheard, at_once=True)
+            except BusError as error:
+                log.warning("admission.not_answered", model=self.model, error=str(error))
+
+    def _wake_at(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = max(0.0, at_s - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._held():
+            self.handle(Tick())
+        else:
+            self._wake_at(time.monotonic() + 0.1)
+
+    # -- what takes time -----------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _own(self, session: str, owner: str) -> None:
+        try:
+            event: Owned | NotOwned = await self._owners.claim(
+                session, owner, self.epoch, self._heard_epochs.get(session, 0)
+            )
+        except Deposed as error:
+            self._deposed(str(error))
+            return
+        self.handle(event)
+
+    async def _take(self, session: str, take: TakeInstance) -> None:
+        """First, and as the beat."""
+        if not self._held():
+            return
+        self._taking.add(session)
+        try:
+            message = await self._bus.request(TAKE.of(session), encode(take), TAKE_TIMEOUT_S)
+            state = decode(InstanceState, message.data)
+        except (BusError, MalformedMessage) as error:
+            metrics.TAKES.of(self.model, "no answer").add()
+            log.debug("take.no_answer", session=session, error=str(error))
+            return
+        finally:
+            self._taking.discard(session)
+        metrics.TAKES.of(self.model, "accepted" if state.accepted else "refused").add()
+        self._note_epoch(session, state.report.epoch)
+        if session in self._steps:
+            self._steps[session].hear(state.report)
+            self.handle(TookOver(state))
+            if state.accepted:
+                self._taken[session].set()
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def explain(self, request_id: str) -> list[str]:
+        """What was decided on a request, and why; empty = it is not known here."""
+        return self.group.explain(request_id) or self.group.explain(self._names.get(request_id, request_id))
+
+    def picture(self) -> list[str]:
+        """How the group stands, and its windows."""
+        obeying = sum(event.is_set() for event in self._taken.values())
+        obey = f"{obeying} of {len(self._steps)} instances obey"
+        head = f"{self.model}: {obey}, epoch {self.epoch}, {len(self._waiting)} wait"
+        names = {session: session[-12:] for session in sorted(self._steps)}
+        return [head, *self.group.explain(""), *self.windows.picture(time.monotonic(), names)]
