@@ -3,16 +3,18 @@
 What may lie together on the nodes of a class is a bin-packing question with an exact answer in counts. Where every
 size divides the next (1, 2, 4, 8 GPUs), filling largest first is optimal, and counts fit exactly when for each size s
 
-    Σ over sizes t ≥ s of items(t) · t/s  ≤  nodes · ⌊GPUs of a node / s⌋
+    Σ over sizes t ≥ s of items(t) · t/s  ≤  Σ over nodes of ⌊free GPUs / s⌋
 
-For other sizes the fillings of a node are listed, and each node takes one.
+so that nodes of different sizes may share a class. For other sizes the fillings of a node are listed, and each node
+takes one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from math import log
 
@@ -29,20 +31,30 @@ _SETTLED_S = 48 * 3600.0
 
 @dataclass(frozen=True)
 class NodeClass:
-    """Nodes that a plan need not tell apart. `gpus` are those that no pinned session holds."""
+    """Nodes that a plan need not tell apart, except for their size."""
 
     gpu: str
-    gpus: int
     nodes: tuple[Node, ...]
+    free: Mapping[str, int]
+    """GPUs of each node that no pinned session holds."""
     ends_in_s: float | None
     provider: str
     """Empty where providers are not told apart."""
     domains: frozenset[str]
 
-    @property
-    def size(self) -> int:
-        """How many nodes."""
-        return len(self.nodes)
+    @cached_property
+    def rooms(self) -> dict[int, int]:
+        """How many nodes have so many free GPUs."""
+        return dict(Counter(self.free.values()))
+
+    @cached_property
+    def gpus(self) -> int:
+        """Free ones, of all nodes."""
+        return sum(self.free.values())
+
+    def slots(self, size: int) -> int:
+        """How many items of `size` GPUs find room."""
+        return sum(gpus // size * nodes for gpus, nodes in self.rooms.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,7 @@ def classify(
     a plan knows what it can keep."""
     ends = _rounded_ends([node.ends_in_s for node, _ in nodes])
     found: list[NodeClass] = []
+    by_domain &= len(nodes) <= CLASSES_MAX
     for domain, alone in ((by_domain, True), (by_domain, False), (False, False)):
         distinctions = _Distinctions(by_provider, domain, alone)
         found = _grouped(nodes, ends, occupied, distinctions)
@@ -79,33 +92,27 @@ def _grouped(
     occupied: Set[str],
     by: _Distinctions,
 ) -> list[NodeClass]:
-    groups: dict[tuple[object, ...], list[Node]] = {}
+    groups: dict[tuple[object, ...], list[tuple[Node, int]]] = {}
     for node, free in nodes:
         if free > 0:
-            groups.setdefault(_key(node, free, ends[node.ends_in_s], occupied, by), []).append(node)
+            groups.setdefault(_key(node, ends[node.ends_in_s], occupied, by), []).append((node, free))
     return [
         NodeClass(
-            gpu=str(key[0]),
-            gpus=int(str(key[1])),
-            nodes=tuple(members),
-            ends_in_s=ends[members[0].ends_in_s],
-            provider=members[0].provider if by.provider else "",
-            domains=frozenset(node.domain for node in members),
+            gpu=members[0][0].gpu,
+            nodes=tuple(node for node, _ in members),
+            free={node.name: free for node, free in members},
+            ends_in_s=ends[members[0][0].ends_in_s],
+            provider=members[0][0].provider if by.provider else "",
+            domains=frozenset(node.domain for node, _ in members),
         )
-        for key, members in groups.items()
+        for members in groups.values()
     ]
 
 
-def _key(
-    node: Node,
-    free: int,
-    end: float | None,
-    occupied: Set[str],
-    by: _Distinctions,
-) -> tuple[object, ...]:
+def _key(node: Node, end: float | None, occupied: Set[str], by: _Distinctions) -> tuple[object, ...]:
     alone = node.name if by.occupied and node.name in occupied else ""
     provider = node.provider if by.provider else ""
-    return node.gpu, free, end, provider, node.failure_domain if by.domain else "", alone
+    return node.gpu, end, provider, node.failure_domain if by.domain else "", alone
 
 
 def _rounded_ends(ends: Sequence[float | None]) -> dict[float | None, float | None]:
@@ -143,12 +150,10 @@ def fillings(gpus: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(rest(0, gpus))
 
 
-def packs(gpus: int, nodes: int, counts: Mapping[int, int]) -> bool:
-    """Whether largest-first, tightest-first finds room for `counts` items by size on `nodes` nodes. Exact for chains of
-    sizes; for others a yes is right and a no may be wrong."""
-    if sum(size * count for size, count in counts.items()) > gpus * nodes:
-        return False
-    free = {gpus: nodes}
+def packs(rooms: Mapping[int, int], counts: Mapping[int, int]) -> bool:
+    """Whether largest-first, tightest-first finds room for `counts` items by size in `rooms`, nodes by free GPUs. Exact
+    for chains of sizes; for others a yes is right and a no may be wrong."""
+    free = dict(rooms)
     for size in sorted((size for size, count in counts.items() if count), reverse=True):
         left = counts[size]
         while left:

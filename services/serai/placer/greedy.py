@@ -26,6 +26,7 @@ class Counts:
         self.shares = list(problem.pinned_share)
         self.replicas = list(problem.pinned_replicas)
         self._sizes: list[Counter[int]] = [Counter() for _ in problem.classes]
+        self._used = [0] * len(problem.classes)
         self._quotas = dict(problem.quotas)
         self._by_model = problem.cells_of_model()
         self._by_class: list[list[int]] = [[] for _ in problem.classes]
@@ -46,9 +47,11 @@ class Counts:
             return False
         if self._quotas.get(demand.project, cell.option.gpus) < cell.option.gpus:
             return False
+        if self._used[cell.place] + cell.option.gpus > nodes.gpus:
+            return False
         sizes = self._sizes[cell.place]
         wanted = sizes | {cell.option.gpus_per_node: sizes[cell.option.gpus_per_node] + cell.option.nodes}
-        return packs(nodes.gpus, nodes.size, wanted)
+        return packs(nodes.rooms, wanted)
 
     def add(self, place: int, change: int = 1) -> None:
         """One more of the cell, or one fewer."""
@@ -57,6 +60,7 @@ class Counts:
         self.shares[cell.model] += change * cell.share
         self.replicas[cell.model] += change
         self._sizes[cell.place][cell.option.gpus_per_node] += change * cell.option.nodes
+        self._used[cell.place] += change * cell.option.gpus
         project = self.problem.demands[cell.model].project
         if project in self._quotas:
             self._quotas[project] -= change * cell.option.gpus

@@ -38,9 +38,8 @@ class _Class:
         spread: set[str],
         domains: defaultdict[str, set[str]],
     ) -> None:
-        self.size = nodes.gpus
         self.nodes = {node.name: node for node in nodes.nodes}
-        self.free = {node.name: nodes.gpus for node in nodes.nodes}
+        self.free = dict(nodes.free)
         self.kept: dict[str, list[Running]] = defaultdict(list)
         self.here = [s for s in movable if all(name in self.nodes for name, _ in s.nodes)]
         self.spread = spread

@@ -147,8 +147,9 @@ class _Change:
     starts: tuple[Option, ...]
 
     @property
-    def gpus(self) -> int:
-        return max(sum(one.option.gpus for one in self.stops), sum(option.gpus for option in self.starts))
+    def gpus_taken(self) -> int:
+        """GPUs that somebody has now."""
+        return sum(one.option.gpus for one in self.stops)
 
     @property
     def load_s(self) -> float:
@@ -256,9 +257,10 @@ class _Planner:
         """Those first that need no engine to end, then those that help the worst-served most."""
         worst = {facts.model: self._share(facts, self._capacity(facts.model)) for facts in self._picture.models}
 
-        def rank(change: _Change) -> tuple[bool, float, str]:
+        def rank(change: _Change) -> tuple[bool, bool, float, str]:
             helped = min((worst.get(option.model, 1.0) for option in change.starts), default=1.0)
-            return bool(change.stops), helped, change.pool
+            lacks = any(self._lacks(option.model) for option in change.starts)
+            return bool(change.stops), not lacks, helped, change.pool
 
         return sorted(changes, key=rank)
 
@@ -276,7 +278,7 @@ class _Planner:
         for one in change.stops:
             self._actions.append(_stop(one, why))
         self._moves += len(change.stops) + len(change.starts)
-        self._moved_gpus += change.gpus
+        self._moved_gpus += change.gpus_taken
 
     def _why_not(self, change: _Change) -> str:
         """Why not to do it; empty = do."""
@@ -327,7 +329,7 @@ class _Planner:
             return f"{done} engines have been started or stopped within the hour; the limit is {rules.moves_per_hour}"
         all_gpus = sum(pool.gpus for pool in self._picture.pools)
         most = rules.gpu_share_per_change * all_gpus
-        if self._moved_gpus and self._moved_gpus + change.gpus > most:
+        if change.stops and self._moved_gpus and self._moved_gpus + change.gpus_taken > most:
             return f"{self._moved_gpus} GPUs change hands already; the limit is {most:.0f} of {all_gpus} at once"
         return ""
 

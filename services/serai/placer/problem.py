@@ -174,10 +174,13 @@ def _worth(options: list[Option], runs: Mapping[str, Option], *, keep_latency: b
 def _cell(
     number: int, demand: ModelDemand, option: Option, place: int, nodes: NodeClass, runs: int, rules: Rules
 ) -> Cell | None:
-    if option.gpu != nodes.gpu or option.gpus_per_node > nodes.gpus or option.nodes > nodes.size:
+    if option.gpu != nodes.gpu:
         return None
-    if option.nodes > 1 and 2 * option.gpus_per_node <= nodes.gpus:
+    fitting = nodes.slots(option.gpus_per_node) // option.nodes
+    if option.nodes > 1 and max(nodes.rooms) >= 2 * option.gpus_per_node:
         # Stages that share a node would not be what was promised; such an option is for smaller nodes.
+        return None
+    if not fitting:
         return None
     if demand.providers_allowed and nodes.provider not in demand.providers_allowed:
         return None
@@ -185,7 +188,6 @@ def _cell(
     if not lasts and not runs:
         return None
     share = _share(demand, option)
-    fitting = nodes.size * (nodes.gpus // option.gpus_per_node) // option.nodes
     useful = 0 if share <= 0 else math.ceil(1 / share - 1e-9)
     most = min(fitting, max(useful, demand.min_replicas, 0))
     if demand.max_replicas is not None:

@@ -6,19 +6,21 @@ numbers, always rounded to the careful side, so that no plan promises more than 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar, LinearExprT
 
-from serai.placer.classes import fillings, is_chain
+from serai.placer.classes import NodeClass, fillings, is_chain
 from serai.placer.placement import Level, Objective
 from serai.placer.problem import Problem
 
 SCALE = 10**9
 """Parts of a share of 1, of the total demand and of the whole cost."""
+WHOLE = SCALE - 10**4
+"""A share that counts as 1: the parts of a thousand instances, each rounded down, are below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class Programme:
         self.counts = [self.model.new_int_var(0, cell.most, f"n{place}") for place, cell in enumerate(problem.cells)]
         self._by_model = problem.cells_of_model()
         self.hint: list[int] = []
+        self._derived: list[tuple[IntVar, Callable[[Sequence[int]], int]]] = []
+        """Variables that follow from the counts, and how: the solver starts with all of them."""
+        self._lacks: list[Callable[[Sequence[int]], int]] = []
         self._fit_nodes()
         self._limit_models()
         self.short = self._minimum_replicas()
@@ -59,20 +64,29 @@ class Programme:
             sizes = tuple(sorted({size for size, _ in items}, reverse=True))
             if not sizes:
                 continue
-            self.model.add(sum(size * count for size, count in items) <= nodes.gpus * nodes.size)
+            self.model.add(sum(size * count for size, count in items) <= nodes.gpus)
             if is_chain(sizes):
                 for size in sizes:
-                    if nodes.gpus % size:
+                    if size > 1 and any(gpus % size for gpus in nodes.rooms):
                         wanted = sum(other // size * count for other, count in items if other >= size)
-                        self.model.add(wanted <= nodes.gpus // size * nodes.size)
-                continue
-            ways = fillings(nodes.gpus, sizes)
-            taken = [self.model.new_int_var(0, nodes.size, f"f{place}_{way}") for way in range(len(ways))]
-            self.model.add(sum(taken) <= nodes.size)
-            for column, size in enumerate(sizes):
-                wanted = sum(count for other, count in items if other == size)
-                room = sum(way[column] * var for way, var in zip(ways, taken, strict=True) if way[column])
-                self.model.add(wanted <= room)
+                        self.model.add(wanted <= nodes.slots(size))
+            else:
+                self._list_fillings(place, nodes, sizes, items)
+
+    def _list_fillings(
+        self, place: int, nodes: NodeClass, sizes: tuple[int, ...], items: Sequence[tuple[int, LinearExprT]]
+    ) -> None:
+        """Each node takes one of the ways to fill it."""
+        room: list[list[LinearExprT]] = [[] for _ in sizes]
+        for gpus, number in nodes.rooms.items():
+            ways = fillings(gpus, sizes)
+            taken = [self.model.new_int_var(0, number, f"f{place}_{gpus}_{way}") for way in range(len(ways))]
+            self.model.add(sum(taken) <= number)
+            for way, var in zip(ways, taken, strict=True):
+                for column, count in enumerate(way):
+                    room[column].append(count * var)
+        for column, size in enumerate(sizes):
+            self.model.add(sum(count for other, count in items if other == size) <= sum(room[column]))
 
     def _limit_models(self) -> None:
         """Most replicas of a model, and GPUs of a project."""
@@ -99,22 +113,32 @@ class Programme:
                 continue
             short = self.model.new_int_var(0, least, f"short{number}")
             self.model.add(sum(self._domains(number, held)) + short >= least)
+            self._lacks.append(partial(self._short_at, number, held, least))
+            self._derived.append((short, self._lacks[-1]))
             found.append(short)
         return found
 
     def _domains(self, number: int, held: frozenset[str]) -> list[IntVar]:
         """Failure domains that a model newly stands in, counted by class, or by domain where a class is one."""
-        groups: dict[frozenset[str], list[IntVar]] = {}
+        found: list[IntVar] = []
+        for domains, places in self._by_domains(number, held).items():
+            distinct = self.model.new_int_var(0, len(domains), f"d{number}_{len(found)}")
+            self.model.add(distinct <= sum(self.counts[place] for place in places))
+            self._derived.append((distinct, partial(_distinct_at, len(domains), places)))
+            found.append(distinct)
+        return found
+
+    def _by_domains(self, number: int, held: frozenset[str]) -> dict[frozenset[str], list[int]]:
+        groups: dict[frozenset[str], list[int]] = {}
         for place in self._by_model[number]:
             domains = self.problem.classes[self.problem.cells[place].place].domains - held
-            groups.setdefault(domains, []).append(self.counts[place])
-        found: list[IntVar] = []
-        for domains, counts in groups.items():
             if domains:
-                distinct = self.model.new_int_var(0, len(domains), f"d{number}_{len(found)}")
-                self.model.add(distinct <= sum(counts))
-                found.append(distinct)
-        return found
+                groups.setdefault(domains, []).append(place)
+        return groups
+
+    def _short_at(self, number: int, held: frozenset[str], least: int, counts: Sequence[int]) -> int:
+        groups = self._by_domains(number, held)
+        return max(0, least - sum(_distinct_at(len(domains), places, counts) for domains, places in groups.items()))
 
     # Levels
 
@@ -127,23 +151,33 @@ class Programme:
             if demand.planned_requests_s > 0 and (self._by_model[number] or self.problem.pinned_share[number] > 0)
         ]
 
-    def _share(self, number: int, scale: float) -> tuple[LinearExprT, int]:
-        """A model's served share in parts of `scale`, as an expression and its pinned part. One instance counts for no
-        more than everything: that loses nothing and makes bounds much better."""
-        own = [
-            (int(min(1.0, self.problem.cells[place].share) * scale), self.counts[place])
-            for place in self._by_model[number]
-        ]
-        return sum(part * count for part, count in own), int(min(1.0, self.problem.pinned_share[number]) * scale)
+    def _parts(self, number: int, scale: float) -> tuple[list[int], int]:
+        """A model's served share in parts of `scale`: what one of each of its cells adds, and the pinned part. One
+        instance counts for no more than everything: that loses nothing and makes bounds much better."""
+        parts = [int(min(1.0, self.problem.cells[place].share) * scale) for place in self._by_model[number]]
+        return parts, int(min(1.0, self.problem.pinned_share[number]) * scale)
+
+    def _share(self, number: int, scale: float) -> LinearExprT:
+        parts, pinned = self._parts(number, scale)
+        counts = [self.counts[place] for place in self._by_model[number]]
+        return sum(part * count for part, count in zip(parts, counts, strict=True)) + pinned
+
+    def _share_at(self, number: int, scale: float, counts: Sequence[int]) -> int:
+        parts, pinned = self._parts(number, scale)
+        own = [counts[place] for place in self._by_model[number]]
+        return sum(part * count for part, count in zip(parts, own, strict=True)) + pinned
 
     @cached_property
     def _worst(self) -> IntVar:
         """t: the share that every model gets."""
-        worst = self.model.new_int_var(0, SCALE, "t")
+        worst = self.model.new_int_var(0, WHOLE, "t")
         for number in self._planned:
-            share, pinned = self._share(number, SCALE)
-            self.model.add(share + pinned >= worst)
+            self.model.add(self._share(number, SCALE) >= worst)
+        self._derived.append((worst, self._worst_at))
         return worst
+
+    def _worst_at(self, counts: Sequence[int]) -> int:
+        return min(WHOLE, *(self._share_at(number, SCALE, counts) for number in self._planned))
 
     @cached_property
     def _weights(self) -> dict[int, float]:
@@ -157,12 +191,17 @@ class Programme:
         """What each model is served, weighted, in parts of all weighted demand."""
         found = []
         for number in self._planned:
-            weight = self._weights[number]
-            share, pinned = self._share(number, weight)
-            served = self.model.new_int_var(0, int(weight), f"s{number}")
-            self.model.add(served <= share + pinned)
+            served = self.model.new_int_var(0, self._most_served(number), f"s{number}")
+            self.model.add(served <= self._share(number, self._weights[number]))
+            self._derived.append((served, partial(self._served_at, number)))
             found.append(served)
         return found
+
+    def _most_served(self, number: int) -> int:
+        return int(self._weights[number] * WHOLE / SCALE)
+
+    def _served_at(self, number: int, counts: Sequence[int]) -> int:
+        return min(self._most_served(number), self._share_at(number, self._weights[number], counts))
 
     @cached_property
     def _cost_unit(self) -> float:
@@ -184,6 +223,7 @@ class Programme:
                 continue
             kept = self.model.new_int_var(0, cell.running, f"k{place}")
             self.model.add(kept <= self.counts[place])
+            self._derived.append((kept, partial(_kept_at, place, cell.running)))
             parts.append((run + start) * self.counts[place] - (start + stop) * kept + stop * cell.running)
         return sum(parts)
 
@@ -237,15 +277,38 @@ class Programme:
         """Begin the search at a placement that is known to be possible."""
         self.hint = list(counts)
 
+    def _is_ideal(self, name: str) -> bool:
+        """Whether the start is as good as anything could be, so that there is nothing to search."""
+        match name:
+            case "replicas":
+                return all(lacks(self.hint) == 0 for lacks in self._lacks)
+            case "worst share":
+                return self._worst_at(self.hint) == WHOLE
+            case "total":
+                return all(self._served_at(number, self.hint) == self._most_served(number) for number in self._planned)
+            case _:
+                return False
+
+    def _hold_ideal(self, goal: _Goal) -> Level:
+        best = {"replicas": 0, "worst share": WHOLE, "total": sum(map(self._most_served, self._planned))}[goal.name]
+        self.model.add(goal.expression == best)
+        if goal.name == "worst share":
+            self._held_worst = best
+        return Level(goal.name, best * goal.unit, best * goal.unit, True, 0.0)
+
     def improve(self, name: str, time_s: float, workers: int, gap: float, seed: int) -> Level | None:
         """Take one level as far as the time goes, hold it from now on, and keep the counts as the next start. None when
         nothing was found in the time."""
         goal = self._goal(name)
+        if self._is_ideal(name):
+            return self._hold_ideal(goal)
         self.model.clear_objective()  # type: ignore[no-untyped-call]
         (self.model.maximize if goal.maximise else self.model.minimize)(goal.expression)
         self.model.clear_hints()  # type: ignore[no-untyped-call]
         for var, value in zip(self.counts, self.hint, strict=False):
             self.model.add_hint(var, value)
+        for var, follows in self._derived:
+            self.model.add_hint(var, follows(self.hint))
         solver = CpSolver()
         solver.parameters.max_time_in_seconds = max(time_s, 0.01)
         solver.parameters.num_workers = workers
@@ -262,3 +325,11 @@ class Programme:
         self.hint = [solver.value(var) for var in self.counts]
         proved = status == cp_model.OPTIMAL and (gap == 0 or abs(bound - value) < 1)
         return Level(name, value * goal.unit, bound * goal.unit, proved, solver.wall_time)
+
+
+def _distinct_at(domains: int, places: Sequence[int], counts: Sequence[int]) -> int:
+    return min(domains, sum(counts[place] for place in places))
+
+
+def _kept_at(place: int, running: int, counts: Sequence[int]) -> int:
+    return min(running, counts[place])
