@@ -355,6 +355,27 @@ def test_a_bucket_keeps_the_last_value_of_each_key(expect: Callable[[Expectation
     expect(expectation)
 
 
+def test_a_key_is_written_only_on_the_revision_that_was_read(expect: Callable[[Expectation], None]) -> None:
+    async def expectation(world: World) -> None:
+        async with connected(world, "registry") as (registry,):
+            bucket = registry.bucket("serai_owners")
+            assert await bucket.get("a") is None
+            assert await bucket.update("a", b"1", 0)
+            assert not await bucket.update("a", b"2", 0)
+            (value, revision) = await bucket.get("a")
+            assert value == b"1"
+            assert await bucket.update("b", b"1", 0)
+            assert await bucket.update("a", b"3", revision)
+            assert not await bucket.update("a", b"4", revision)
+            (value, later) = await bucket.get("a")
+            assert (value, later > revision) == (b"3", True)
+            await bucket.delete("a")
+            assert await bucket.get("a") is None
+            assert await bucket.update("a", b"5", 0)
+
+    expect(expectation)
+
+
 def test_a_bucket_outlives_its_server(expect: Callable[[Expectation], None]) -> None:
     async def expectation(world: World) -> None:
         async with connected(world, "registry") as (registry,):

@@ -22,7 +22,6 @@ import structlog
 
 from serai.runtime.bus import (
     BUCKET_TIMEOUT_S,
-    Bucket,
     BucketState,
     BusDisconnected,
     BusError,
@@ -309,6 +308,8 @@ class SimulatedNats:
         self.kv: dict[str, dict[str, bytes]] = {}
         self.kv_made_at_s: dict[str, float] = {}
         """When each bucket was made last."""
+        self.kv_revisions: dict[str, dict[str, int]] = {}
+        """Of the keys of each bucket; counted anew in one that was made anew."""
         self.kv_faults = KvFaults()
         self.observers: list[Observer] = []
         self.buses: dict[SimulatedBus, None] = {}
@@ -520,7 +521,7 @@ class SimulatedBus:
     async def barrier(self) -> None:
         await self._call(lambda: None)
 
-    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> Bucket:
+    def bucket(self, name: str, *, in_memory: bool = False, timeout_s: float = BUCKET_TIMEOUT_S) -> _SimulatedBucket:
         return _SimulatedBucket(self, name, timeout_s)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
@@ -709,15 +710,43 @@ class _SimulatedBucket:
         self._timeout_s = timeout_s
 
     async def put(self, key: str, value: bytes) -> None:
-        def write() -> None:
-            faults = self._check()
-            if self._name not in self._server.kv:
-                self._server.kv_made_at_s[self._name] = self._server.loop.time()
-            kept = self._server.kv.setdefault(self._name, {})
-            if not (faults.lose_acknowledged and self._server._chance.random() < faults.lose_acknowledged):
-                kept[key] = value
+        await self._do(lambda: self._write(key, value))
 
-        await self._do(write)
+    async def get(self, key: str) -> tuple[bytes, int] | None:
+        def read() -> tuple[bytes, int] | None:
+            faults = self._check()
+            kept = self._server.kv.get(self._name, {})
+            return None if faults.blind or key not in kept else (kept[key], self._revision(key))
+
+        found: tuple[bytes, int] | None = await self._do(read)
+        return found
+
+    async def update(self, key: str, value: bytes, revision: int) -> bool:
+        def compare_and_set() -> bool:
+            self._check()
+            if self._revision(key) != revision:
+                return False
+            self._write(key, value)
+            return True
+
+        done: bool = await self._do(compare_and_set)
+        return done
+
+    def _write(self, key: str, value: bytes) -> None:
+        faults, server = self._check(), self._server
+        if self._name not in server.kv:
+            server.kv_made_at_s[self._name] = server.loop.time()
+            server.kv_revisions[self._name] = {}
+        kept = server.kv.setdefault(self._name, {})
+        if not (faults.lose_acknowledged and server._chance.random() < faults.lose_acknowledged):
+            kept[key] = value
+            revisions = server.kv_revisions.setdefault(self._name, {})
+            revisions[key] = 1 + max(revisions.values(), default=0)
+
+    def _revision(self, key: str) -> int:
+        """0 for a key that has no value."""
+        known = key in self._server.kv.get(self._name, {})
+        return self._server.kv_revisions.get(self._name, {}).get(key, 0) if known else 0
 
     async def delete(self, key: str) -> None:
         def purge() -> None:
