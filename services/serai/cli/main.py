@@ -80,6 +80,7 @@ COMMANDS: Tree = {
         "faults": Command("serai.bench.simulate.faults", "the real services in virtual time under random faults"),
         "partition": Command("serai.bench.simulate.partition", "two sites whose link is cut and healed, many seeds"),
         "goodput": Command("serai.bench.simulate.goodput", "the PaDG paper's comparison: rates that each system holds"),
+        "never-worse": Command("serai.bench.simulate.never_worse", "our policy beside ordinary serving, cell by cell"),
         "fleet": Command("serai.bench.simulate.fleet", "ten thousand sessions and a hundred readers, with churn"),
     },
     "bench": {

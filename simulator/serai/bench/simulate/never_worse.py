@@ -1,0 +1,242 @@
+"""`serai simulate never-worse`: is our policy anywhere worse than ordinary serving?
+
+Cells are drawn from the product of clusters, models, lengths, three levels of targets, 1 to 11 instances, an engine of
+the PaDG paper's time and one of today, burstiness (CV 1 to 2) and rates from low to overload, so that each value of
+each axis occurs equally often (a stratified sample with a fixed seed). In each, our policy and the two ordinary ways to
+serve (vLLM-like: prompts first; Sarathi-like: chunks beside decoding) get the same arrivals, with three seeds; the gap
+is our attainment less the better of the two, in points, by means over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean, stdev
+
+from serai.bench.report import Report, hand_out, say
+from serai.bench.simulate.study.cells import (
+    MODELS,
+    TARGETS,
+    V0,
+    V1,
+    Candidate,
+    Cell,
+    Load,
+    Slice,
+    long_enough,
+    reference_rate_per_s,
+)
+from serai.bench.simulate.study.command import (
+    add_study_arguments,
+    check_study_arguments,
+    flat,
+    runs_of,
+    seeds_of,
+    spent_note,
+)
+from serai.bench.simulate.study.runs import FixedCells
+from serai.runtime.fields import BadInput
+from serai.simulator.fast.paper_clusters import CLUSTERS
+from serai.simulator.outcomes import SloTarget
+from serai.simulator.reports.drawing import ExtraMissing
+from serai.simulator.reports.study_pictures import histogram
+from serai.simulator.reports.tables import write_table_csv
+
+ORDINARY = ("vllm", "sarathi")
+GOAL_POINTS = -1.0
+CELLS, QUICK_CELLS, CELLS_MAX = 360, 24, 20_000
+REQUESTS_MIN, QUICK_REQUESTS_MIN = 800, 200
+SHOWN = 12
+
+LEVELS = ((1.0, 1.0), (0.6, 0.8), (0.2, 0.5))
+"""Of the dataset's targets, TTFT and TPOT: as the paper's sensitivity experiment tightens them."""
+
+AXES: Mapping[str, Sequence[object]] = {
+    "cluster": tuple(CLUSTERS),
+    "model": MODELS,
+    "dataset": tuple(TARGETS),
+    "level": LEVELS,
+    "instances": (1, 2, 4, 8, 11),
+    "overheads": (V0, V1),
+    "cv": (1.0, 1.5, 2.0),
+    "share": (0.15, 0.4, 0.6, 0.75, 0.9, 1.1, 1.4),
+}
+"""`share`: rate as a share of the slice's reference rate at its full target; above 1 is overload for most systems."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `serai simulate never-worse`."""
+    add_study_arguments(parser, __doc__)
+    parser.add_argument("--cells", type=int, metavar="N", help=f"how many cells ({CELLS}; with --quick {QUICK_CELLS})")
+    parser.add_argument("--system", default="serai", metavar="NAME", help="whom to judge (%(default)s)")
+    parser.add_argument("--cell", type=int, metavar="NUMBER", help="only this cell of the sample")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run and print. Exit status 2 for flags that cannot be."""
+    try:
+        check_study_arguments(arguments)
+        if arguments.cells is not None and not 1 <= arguments.cells <= CELLS_MAX:
+            raise BadInput("--cells", f"is {arguments.cells}", f"give 1 to {CELLS_MAX}")
+        report = judged(arguments)
+    except (BadInput, ExtraMissing) as error:
+        print(f"serai simulate never-worse: {error}", file=sys.stderr)
+        return 2
+    hand_out(report, arguments)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One cell of the sample: everything but system and seed."""
+
+    number: int
+    where: Slice
+    rate_per_s: float
+    cv: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.number}: {self.where.name}, CV {self.cv:g}, {self.rate_per_s:g}/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What one cell came to: attainments by system, means over seeds, and the gap in points with its standard error."""
+
+    place: Place
+    attainment: Mapping[str, float]
+    points: float
+    error_points: float
+
+
+def sample(cells: int, seed: int = 1) -> list[Place]:
+    """The first `cells` of an endless stratified sample. On each axis values are dealt like cards: all of them,
+    shuffled, before any comes again; so each value is equally frequent, in the sample's first part as in the whole."""
+    random = Random(f"never-worse/{seed}")
+    hands: dict[str, list[object]] = {axis: [] for axis in AXES}
+
+    def dealt(axis: str) -> object:
+        if not hands[axis]:
+            hands[axis] = list(AXES[axis])
+            random.shuffle(hands[axis])
+        return hands[axis].pop()
+
+    return [_place(number, {axis: dealt(axis) for axis in AXES}) for number in range(cells)]
+
+
+def _place(number: int, values: Mapping[str, object]) -> Place:
+    full = TARGETS[str(values["dataset"])]
+    ttft, tpot = values["level"]  # type: ignore[misc]
+    slo = SloTarget(full.ttft_s * ttft, full.tpot_s * tpot)
+    where = Slice(
+        cluster=str(values["cluster"]),
+        model=str(values["model"]),
+        dataset=str(values["dataset"]),
+        slo=slo,
+        instances=values["instances"],  # type: ignore[arg-type]
+        overheads=values["overheads"],  # type: ignore[arg-type]
+    )
+    rate = float(f"{reference_rate_per_s(where) * float(values['share']):.3g}")  # type: ignore[arg-type]
+    return Place(number, where, rate, float(values["cv"]))  # type: ignore[arg-type]
+
+
+def judged(arguments: argparse.Namespace) -> Report:
+    """The whole study."""
+    quick = arguments.quick
+    places = sample(arguments.cells or (QUICK_CELLS if quick else CELLS))
+    if arguments.cell is not None:
+        places = [place for place in sample(max(len(places), arguments.cell + 1)) if place.number == arguments.cell]
+    seeds = seeds_of(arguments, 1 if quick else 3)
+    systems = (*ORDINARY, arguments.system)
+    cells = {
+        (place.number, system, seed): _cell(place, system, seed, QUICK_REQUESTS_MIN if quick else REQUESTS_MIN)
+        for place in places
+        for system in systems
+        for seed in seeds
+    }
+    say(f"{len(places)} cells, {len(systems)} systems, {len(seeds)} seeds")
+    job, runs = FixedCells(cells.values()), runs_of(arguments, "never-worse")
+    runs.complete([job])
+    attained = {key: job.results[cell].attainment for key, cell in cells.items()}
+    gaps = [gap_of(place, attained, seeds, arguments.system) for place in places]
+    return _report(gaps, arguments, seeds, spent_note(runs))
+
+
+def _cell(place: Place, system: str, seed: int, requests: int) -> Cell:
+    # Another seed for each cell, so that one odd stretch of arrivals is not in all of them.
+    load = Load(place.rate_per_s, 1000 * place.number + seed, place.cv, counted_s=30.0)
+    return Cell(place.where, Candidate(system), long_enough(load, requests, 400.0))
+
+
+def gap_of(place: Place, attained: Mapping[tuple[int, str, int], float], seeds: Sequence[int], system: str) -> Gap:
+    """`system` beside the better ordinary one of this cell, by their means over seeds."""
+    means = {name: fmean(attained[place.number, name, seed] for seed in seeds) for name in (*ORDINARY, system)}
+    best = max(ORDINARY, key=lambda name: means[name])
+    by_seed = [100 * (attained[place.number, system, seed] - attained[place.number, best, seed]) for seed in seeds]
+    error = stdev(by_seed) / math.sqrt(len(by_seed)) if len(by_seed) > 1 else 0.0
+    return Gap(place, means, fmean(by_seed), error)
+
+
+def _report(gaps: Sequence[Gap], arguments: argparse.Namespace, seeds: Sequence[int], spent: str) -> Report:
+    ranked = sorted(gaps, key=lambda gap: gap.points)
+    system = arguments.system
+    values = sorted(gap.points for gap in gaps)
+    figures = {
+        "worst_gap_points": values[0],
+        "cells": len(gaps),
+        "cells_worse_than_goal": sum(1 for value in values if value < GOAL_POINTS),
+        "cells_better_by_1_point": sum(1 for value in values if value > 1),
+        "gap_points_p01": values[math.ceil(0.01 * len(values)) - 1],
+        "gap_points_p05": values[math.ceil(0.05 * len(values)) - 1],
+        "gap_points_median": values[(len(values) - 1) // 2],
+        "gap_points_mean": fmean(values),
+    }
+    for axis_value, chosen in _by_axis(gaps).items():
+        figures[f"worst_gap_points_{axis_value}"] = min(gap.points for gap in chosen)
+    head = (f"worst of {len(gaps)}: attainment", system, *ORDINARY, "gap, points", "± error")
+    rows = [head, *(_row(gap, system) for gap in ranked[:SHOWN])]
+    if arguments.out is not None:
+        write_table_csv(arguments.out / "never-worse.csv", [head, *(_row(gap, system) for gap in ranked)])
+        title = f"{system} less the better of {' and '.join(ORDINARY)}, {len(gaps)} cells"
+        histogram(
+            arguments.out / "never-worse",
+            values,
+            across="points of attainment",
+            up="cells",
+            title=title,
+            mark=GOAL_POINTS,
+        )
+    config = {
+        "quick": arguments.quick,
+        "system": system,
+        "seeds": list(seeds),
+        "sample": "stratified, seed 1: values of each axis dealt like cards",
+        "axes": {axis: len(known) for axis, known in AXES.items()},
+        "of": math.prod(len(known) for known in AXES.values()),
+    }
+    raw = [
+        {"cell": gap.place.name, "gap_points": round(gap.points, 3), "error_points": round(gap.error_points, 3)}
+        | {flat(name): round(value, 5) for name, value in gap.attainment.items()}
+        for gap in ranked
+    ]
+    return Report("simulate never-worse", config, figures, rows, [spent], raw)
+
+
+def _by_axis(gaps: Sequence[Gap]) -> dict[str, list[Gap]]:
+    """By number of instances and by lengths: where weaknesses show first."""
+    found: dict[str, list[Gap]] = {}
+    for gap in gaps:
+        found.setdefault(f"n{gap.place.where.instances}", []).append(gap)
+        found.setdefault(gap.place.where.dataset, []).append(gap)
+    return dict(sorted(found.items()))
+
+
+def _row(gap: Gap, system: str) -> tuple[str, ...]:
+    shares = (f"{gap.attainment[name]:.1%}" for name in (system, *ORDINARY))
+    return (gap.place.name, *shares, f"{gap.points:+.2f}", f"{gap.error_points:.2f}")

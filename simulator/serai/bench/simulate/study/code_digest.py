@@ -1,0 +1,52 @@
+"""A hash of the code that a result depends on, so that results kept from an earlier run are used only while it is the
+same code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+_COMMON = (
+    "serai.engine_emulator.batching",
+    "serai.ingress.routing",
+    "serai.performance",
+    "serai.simulator.fast.cluster",
+    "serai.simulator.fast.disaggregated",
+    "serai.simulator.fast.instance",
+    "serai.simulator.fast.links",
+    "serai.simulator.fast.paper_clusters",
+    "serai.simulator.fast.presets",
+    "serai.simulator.fast.routed",
+    "serai.simulator.fast.step_times",
+    "serai.simulator.outcomes",
+    "serai.simulator.workloads",
+    "serai.bench.simulate.study.systems",
+)
+_MACRO = (
+    "serai.contracts.admission",
+    "serai.macro_scheduler",
+    "serai.simulator.fast.macro_scheduled",
+    "serai.worker_agent.phase_gate",
+)
+
+
+@cache
+def code_digest(macro: bool) -> str:
+    """Of what every run depends on; with `macro`, of what macro-scheduled ones do, too."""
+    found = hashlib.sha256()
+    for file in _files((*_COMMON, *(_MACRO if macro else ()))):
+        found.update(f"{file.name}\0".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def _files(modules: Iterable[str]) -> Iterable[Path]:
+    """Every file of modules and packages, in a fixed order; a module that is not there is left out."""
+    for name in modules:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        file = Path(spec.origin)
+        yield from sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
