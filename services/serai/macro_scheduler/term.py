@@ -36,7 +36,6 @@ from serai.macro_scheduler.group import (
     GroupEffect,
     GroupEvent,
     Joined,
-    NotOwned,
     Own,
     Owned,
     Reported,
@@ -58,6 +57,7 @@ from serai.runtime.bus import Bus, BusError, Message, Subscription
 log = structlog.get_logger()
 
 TAKE_TIMEOUT_S = 1.0
+CLAIM_AGAIN_S = 0.2
 REBUILD_S = 1.0
 """Instances that have not told their state by then join later: those that have must not wait for them."""
 SENT_MAX = 4096
@@ -96,6 +96,8 @@ class Term:
         """By session: the highest epoch that it has told."""
         self._taken: dict[str, asyncio.Event] = {}
         self._taking: set[str] = set()
+        self._owning: dict[str, str] = {}
+        """Sessions that are being claimed, and for whom."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._subscription: Subscription | None = None
@@ -311,14 +313,23 @@ class Term:
         task.add_done_callback(self._tasks.discard)
 
     async def _own(self, session: str, owner: str) -> None:
+        """Until it is ours, has left, is wanted for another owner, or is a later leader's."""
+        if self._owning.get(session) == owner:
+            return
+        self._owning[session] = owner
         try:
-            event: Owned | NotOwned = await self._owners.claim(
-                session, owner, self.epoch, self._heard_epochs.get(session, 0)
-            )
+            while session in self._steps and self._owning.get(session) == owner:
+                heard = self._heard_epochs.get(session, 0)
+                event = await self._owners.claim(session, owner, self.epoch, heard) if self._held() else None
+                if isinstance(event, Owned):
+                    self.handle(event)
+                    return
+                await asyncio.sleep(CLAIM_AGAIN_S)
         except Deposed as error:
             self._deposed(str(error))
-            return
-        self.handle(event)
+        finally:
+            if self._owning.get(session) == owner:
+                del self._owning[session]
 
     async def _take(self, session: str, take: TakeInstance) -> None:
         """First, and as the beat."""
@@ -341,6 +352,9 @@ class Term:
             self.handle(TookOver(state))
             if state.accepted:
                 self._taken[session].set()
+            else:  # It obeys a higher epoch than KV knew of.
+                self._taken[session].clear()
+                self._spawn(self._own(session, take.owner))
 
     # -- words ---------------------------------------------------------------------------------------------------
 
