@@ -89,9 +89,11 @@ class Accounting:
 
     def answering(self, call: Call, status: int, now: float) -> None:
         """The last bytes of the answer are about to go out: from here on its record is safe."""
-        if call.is_recorded or self._sender is None:
+        if call.tokens is not None:
             return
-        call.is_recorded = True
+        call.tokens = tokens_of(call, status)
+        if self._sender is None:
+            return
         self._sender.add(self._record(call, status, now))
 
     def unreadable(
@@ -118,7 +120,7 @@ class Accounting:
         )
 
     def _record(self, call: Call, status: int, now: float) -> UsageRecord:
-        tokens = tokens_of(call, status)
+        tokens = call.tokens or NO_TOKENS
         tracked, tried = call.tracked, call.tried
         last = tried[-1].metadata if tried else None
         gpus = last.gpus if last else []
@@ -176,7 +178,7 @@ class Accounting:
         if call.first_byte_s:
             metrics.TTFT.of(model).observe(call.first_byte_s - call.started_s)
         if call.tried:
-            self._count_tokens(call, tokens_of(call, status), now)
+            self._count_tokens(call, call.tokens or NO_TOKENS, now)
         if call.span is not None:
             self._end_span(call, call.span, status, now)
 
@@ -188,7 +190,7 @@ class Accounting:
             metrics.TPOT.of(call.model).observe((now - call.first_byte_s) / (tokens.output - 1))
 
     def _end_span(self, call: Call, span: Span, status: int, now: float) -> None:
-        tokens = tokens_of(call, status)
+        tokens = call.tokens or NO_TOKENS
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": call.endpoint.operation,
             "gen_ai.request.model": call.model[:_MODEL_CHARACTERS_MAX],

@@ -264,7 +264,7 @@ def _used(call: Call, error: BaseException | None) -> tuple[int, int]:
     """Prompt and output tokens that are charged: as told; else, for a stream that was broken off by anybody, as much as
     was sent; and nothing for an error."""
     if call.usage:
-        counts = told(call.usage)
+        counts = call.tokens or told(call.usage)
         return counts.prompt, counts.output
     if isinstance(error, ApiError):
         return 0, 0

@@ -14,6 +14,7 @@ from serai.ingress.caller import Caller
 from serai.ingress.choosing import Wish
 from serai.ingress.endpoints import Endpoint
 from serai.ingress.gpu_share import Share
+from serai.ingress.token_counts import TokenCounts
 
 
 @dataclass(slots=True)
@@ -75,11 +76,12 @@ class Call:
     """How often a broken stream went on at another session."""
     usage: dict[str, object] | None = None
     """The engine's last word on tokens, in its own names (`prompt_tokens`, …)."""
+    tokens: TokenCounts | None = None
+    """That it took, once its last bytes are about to go out."""
     events: int = 0
     """About how many a stream had that did not end whole."""
     shares: list[Share] = field(default_factory=list)
     """Of its sessions' time."""
-    is_recorded: bool = False
     last_answer: bytes = b""
     """Of a request whose span is kept: the answer, or its last events."""
     outcome: Outcome = Outcome.REFUSED

@@ -33,13 +33,16 @@ from serai.ingress.session_health import Outcome, SessionHealth, of_failure, of_
 from serai.runtime.registry_replica import RegistryReplica
 
 
-@dataclass(frozen=True, slots=True)
+_NO_REQUIREMENTS, _ALL_PROVIDERS = Requirements(), Providers()
+
+
+@dataclass(slots=True)  # Not frozen: one is made per request, and that would cost three times as much.
 class Wish:
     """What one call wants of whoever answers it."""
 
     ask: Ask
-    requirements: Requirements = Requirements()
-    providers: Providers = Providers()
+    requirements: Requirements = _NO_REQUIREMENTS
+    providers: Providers = _ALL_PROVIDERS
     endpoint: Endpoint | None = None
     """What is asked for; None = any session will do."""
 

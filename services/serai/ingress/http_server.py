@@ -334,13 +334,17 @@ class HttpServerConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         headers = self._headers
         headers[key] = f"{headers[key]}, {text}" if key in headers else text
-        self._count_head(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse_head()
 
     def on_headers_complete(self) -> None:
         if self._discard:
@@ -391,12 +395,10 @@ class HttpServerConnection(asyncio.Protocol):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > HEAD_BYTES_MAX and not self._discard:
-            self._refuse(
-                ApiError(431, f"The request's head has more than {HEAD_BYTES_MAX} bytes.", code="head_too_large")
-            )
+    def _refuse_head(self) -> None:
+        if not self._discard:
+            text = f"The request's head has more than {HEAD_BYTES_MAX} bytes."
+            self._refuse(ApiError(431, text, code="head_too_large"))
 
     def _count_unheard(self, size: int) -> None:
         """The parser keeps a header to itself until that has ended; one that never does would fill the memory."""

@@ -41,7 +41,7 @@ SPEED_SAMPLE = 0.1
 """Weight of one more request in a session's observed speed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Not frozen, as candidates are not.
 class Ask:
     """What a policy may know of a request."""
 
