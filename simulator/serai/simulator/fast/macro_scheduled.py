@@ -140,6 +140,7 @@ class MacroScheduled:
         self._timer_s: dict[int, float] = {}
         self._held = _HeldOutput(group.slo_ttft_s) if settings.hold_output else None
         self._effects: list[Effect] = []
+        self._begun = False
         for number, spec in enumerate(specs):
             joined = Joined(_session(number), _whole_blocks(spec), predictor[id(spec)])
             self._to_group(joined, 0.0)
@@ -169,6 +170,10 @@ class MacroScheduled:
             case _:
                 pass  # no prefill instances here; instances that come and go are another dispatch's
         effects, self._effects = self._effects, []
+        if not self._begun:
+            # Timers wanted when the instances joined, at time 0, may be overdue when the first event comes.
+            self._begun = True
+            return [SetTimer(max(e.at_ns, now_ns), e.key) if isinstance(e, SetTimer) else e for e in effects]
         return effects
 
     # Gates
@@ -252,9 +257,9 @@ class MacroScheduled:
         match effect:
             case Answer(answer):
                 self._answered(answer, now_s)
-            case Own(session):
+            case Own(session, owner):
                 self._epoch += 1
-                self._to_group(Owned(session, self._epoch), now_s)
+                self._to_group(Owned(session, self._epoch, owner), now_s)
             case Take(session, take):
                 instance = _instance(session)
                 taken = gate.Taken(take.owner, take.epoch, take.mode, take.low_share, take.beat_s)
