@@ -15,17 +15,16 @@ from serai.contracts.admission import (
     AdmissionAnswer,
     AdmissionAsk,
     Decision,
-    GateMode,
     InstanceReport,
     InstanceState,
     Lease,
-    TakeInstance,
 )
 from serai.macro_scheduler.admission import AdmissionPolicy, AuthorCode, Paper, Request, Scan, Serai, Verdict
 from serai.macro_scheduler.explain import Decided, DecisionRing
 from serai.macro_scheduler.group_events import (
     Answer,
     Asked,
+    Drain,
     Gone,
     GroupEffect,
     GroupEvent,
@@ -39,16 +38,21 @@ from serai.macro_scheduler.group_events import (
     Take,
     Tick,
     TookOver,
+    Wake,
     WakeAt,
     Withdrawn,
 )
 from serai.macro_scheduler.instance_view import InstanceView
-from serai.macro_scheduler.macro_instance import MacroInstance
+from serai.macro_scheduler.macro_instances import MacroInstances
+from serai.macro_scheduler.membership import MembershipSettings
+from serai.macro_scheduler.mitosis import Bounds
 from serai.macro_scheduler.pending import Pending, PendingLine
+from serai.macro_scheduler.scaling import ScalingSettings
 
 __all__ = [
     "Answer",
     "Asked",
+    "Drain",
     "Gone",
     "Group",
     "GroupEffect",
@@ -64,6 +68,7 @@ __all__ = [
     "Take",
     "Tick",
     "TookOver",
+    "Wake",
     "WakeAt",
     "Withdrawn",
 ]
@@ -90,8 +95,14 @@ class GroupSettings:
     """Asks that wait at once; more are refused."""
     lease_s: float = 3.0
     """A lease that no report has acknowledged by then is given back."""
-    owner: str = "macro-0"
-    """Name of the first macro-instance."""
+    owner: str = "macro"
+    """Names this leader and its term: its macro-instances are called `<owner>/1`, `<owner>/2` and so on."""
+    bounds: Bounds = Bounds()
+    """How many instances a macro-instance may have."""
+    scaling: ScalingSettings | None = None
+    """None: instances come and go as others decide."""
+    drains: bool = True
+    """With scaling: whether an instance that is not needed is drained from here; else that is only wished for."""
     scan: str = ""
     """`paper` only: `random` instead of the cyclic scan."""
     interval_share: float | None = None
@@ -128,7 +139,15 @@ class Group:
         self.settings = settings
         self.policy = policy_of(settings)
         self.views: dict[str, InstanceView] = {}
-        self.macro = MacroInstance(settings.owner)
+        self.macros = MacroInstances(
+            MembershipSettings(settings.bounds, settings.beat_s, settings.scaling, settings.drains),
+            settings.owner,
+            self.policy,
+            self.views,
+            slo_ttft_s=settings.slo_ttft_s,
+            slo_tpot_s=settings.slo_tpot_s,
+            low_share=round(1.0 - settings.attainment, 9),
+        )
         self.pending = PendingLine(settings.slo_ttft_s, by_arrival=not self.policy.gated)
         self.ring = DecisionRing()
         self.refused_reports = 0
@@ -137,11 +156,15 @@ class Group:
         self._leased: dict[str, tuple[str, int]] = {}
         """Session and sequence of leases that are not acknowledged, by request."""
         self._now_s = -inf
-        self._beat_at_s = -inf
 
     def handle(self, event: GroupEvent, now_s: float) -> Sequence[GroupEffect]:
         """What is to be done now. A clock that goes back is taken to stand still."""
         now_s = self._now_s = max(now_s, self._now_s)
+        effects = self._handled(event, now_s)
+        # With every event, since a shell may not tick while it is idle.
+        return self._then_wake([*effects, *self._due(now_s)]) if self.macros.is_due(now_s) else effects
+
+    def _handled(self, event: GroupEvent, now_s: float) -> Sequence[GroupEffect]:
         match event:
             case Asked(ask, to):
                 return self._asked(ask, to, now_s)
@@ -151,16 +174,17 @@ class Group:
                 self.pending.remove(request_id)
                 self._give_back(request_id)
             case Joined(session, kv_tokens_total, predict):
-                self.views[session] = InstanceView(session, kv_tokens_total, predict)
-                self.macro.join(session)
-                return [Own(session, self.macro.name)]
+                if session not in self.views:
+                    self.views[session] = InstanceView(session, kv_tokens_total, predict)
+                return self._then_wake(self.macros.joined(session, now_s))
             case Gone(session):
-                self._gone(session)
-            case Owned(session, epoch):
-                return self._owned(session, epoch, now_s)
+                self.macros.gone(session, now_s)
+                self.views.pop(session, None)
+            case Owned(session, epoch, owner):
+                return self._then_wake(self.macros.owned(session, owner, epoch, now_s))
             case NotOwned(session, epoch):
-                if epoch and session in self.views:
-                    self._gone(session)
+                self.macros.not_owned(session, epoch, now_s)
+                return self._then_wake([])
             case TookOver(state):
                 self._took_over(state, now_s)
                 return self._retry(now_s)
@@ -172,50 +196,29 @@ class Group:
 
     # Members
 
-    def _owned(self, session: str, epoch: int, now_s: float) -> Sequence[GroupEffect]:
-        view = self.views.get(session)
-        if view is None or epoch <= view.epoch:
-            return []
-        view.owned(epoch)
-        effects: list[GroupEffect] = [self._take(view)]
-        if self._beat_at_s == -inf:
-            self._beat_at_s = now_s + self.settings.beat_s
-            effects.append(WakeAt(self._beat_at_s))
-        return [*effects, *self._retry(now_s)]
-
-    def _take(self, view: InstanceView) -> Take:
-        settings = self.settings
-        mode = view.mode if self.policy.gated else GateMode.ORDINARY
-        return Take(
-            view.session,
-            TakeInstance(self.macro.name, view.epoch, mode, round(1.0 - settings.attainment, 9), settings.beat_s),
-        )
-
     def _took_over(self, state: InstanceState, now_s: float) -> None:
-        view = self.views.get(state.report.session)
+        report = state.report
+        self.macros.took(report.session, report.epoch, state.accepted, now_s)
+        view = self.views.get(report.session)
         if view is None:
-            self._distrust(f"a state came from {state.report.session}, which is not a member")
-        elif not state.accepted:
-            view.epoch = 0  # somebody with a higher epoch has it; whoever keeps ownership finds out
-        else:
-            self._believe(view, state.report, now_s)
-
-    def _gone(self, session: str) -> None:
-        self.views.pop(session, None)
-        self.macro.leave(session)
+            self._distrust(f"a state came from {report.session}, which is not a member")
+        elif view.epoch:
+            self._believe(view, report, now_s)
 
     def _tick(self, now_s: float) -> Sequence[GroupEffect]:
-        effects: list[GroupEffect] = []
-        if now_s >= self._beat_at_s:
-            self._beat_at_s = now_s + self.settings.beat_s
-            effects += [self._take(view) for view in self.views.values() if view.epoch]
-            for view in self.views.values():
-                view.expire(now_s - self.settings.lease_s)
-        effects += self._retry(now_s)
-        return [*effects, WakeAt(self._next_s(now_s))]
+        for view in self.views.values():
+            view.expire(now_s - self.settings.lease_s)
+        return self._then_wake(self._retry(now_s))
 
-    def _next_s(self, now_s: float) -> float:
-        return min(self._beat_at_s, now_s + 0.05) if self.pending else self._beat_at_s
+    def _due(self, now_s: float) -> list[GroupEffect]:
+        """Beats and the like."""
+        return self.macros.due([now_s - entry.request.arrived_s for entry in self.pending.in_turn(_RETRIES)], now_s)
+
+    def _then_wake(self, effects: Sequence[GroupEffect]) -> list[GroupEffect]:
+        at_s = self.macros.next_due_s()
+        if self.pending:
+            at_s = min(self._now_s + 0.05, inf if at_s is None else at_s)
+        return [*effects, WakeAt(at_s)] if at_s is not None else list(effects)
 
     # Reports
 
@@ -224,7 +227,9 @@ class Group:
         if view is None:
             self._distrust(f"a report came from {report.session}, which is not a member")
             return []
-        self._believe(view, report, now_s)
+        self.macros.reported(report, now_s)
+        if self.macros.serves(report.session):
+            self._believe(view, report, now_s)
         return self._retry(now_s) if self.pending else []
 
     def _believe(self, view: InstanceView, report: InstanceReport, now_s: float) -> None:
@@ -273,7 +278,7 @@ class Group:
 
     def _placed(self, request: Request, to: object, now_s: float) -> tuple[Answer | None, Sequence[Verdict]]:
         """Give it to whom the policy chooses, if it chooses anyone."""
-        view, verdicts = self.macro.choose(request, self.views, self.policy, request.ask.excluded, now_s)
+        view, verdicts = self.macros.choose(request, now_s)
         if view is None:
             return None, verdicts
         anew = len(verdicts) > 1 and verdicts[-1].session == verdicts[0].session
@@ -293,7 +298,7 @@ class Group:
     ) -> Answer:
         ask = request.ask
         prefill_s = view.predict.prefill_s(ask.prompt_tokens)
-        self.macro.activate(view, prefill_s, now_s, anew=anew)
+        self.macros.leased(view, prefill_s, now_s, anew=anew)
         left_s = request.deadline_s - now_s
         lease = Lease(
             epoch=view.epoch,
@@ -305,7 +310,8 @@ class Group:
             slo_tpot_s=request.slo_tpot_s,
             best_effort=decision is Decision.BEST_EFFORT,
             prompt_tokens=ask.prompt_tokens,
-            window=view.window,
+            waited_s=max(0.0, now_s - request.arrived_s),
+            window=0 if self.policy.gated else view.window,
         )
         view.lease(ask.request_id, lease, now_s)
         self._leased[ask.request_id] = (view.session, lease.sequence)
@@ -331,7 +337,7 @@ class Group:
         self.pending.add(request, to)
         self._note(request, Decision.WAIT, "", verdicts, now_s)
         answer = Answer(AdmissionAnswer(request.ask.request_id, Decision.WAIT), to, final=False)
-        return [answer, WakeAt(self._next_s(now_s))]
+        return self._then_wake([answer])
 
     def _hopeless(self, request: Request, now_s: float) -> bool:
         """Whether its target is missed even if it is alone from now on."""
@@ -413,7 +419,10 @@ class Group:
         if request_id:
             return [line for one in self.ring.of(request_id) for line in one.lines(self._now_s)]
         lines = [f"policy {self.policy.name}, {len(self.views)} instances, {len(self.pending)} requests wait"]
-        lines += [self._standing(self.views[session]) for session in self.macro.members]
+        for name, sessions in self.macros.standing():
+            lines.append(f"macro-instance {name}, {len(sessions)} of at most {self.settings.bounds.upper}")
+            lines += [self._standing(self.views[session]) for session in sessions]
+        lines += self.macros.notes(self._now_s)
         if self.last_refusal:
             lines.append(f"{self.refused_reports} reports were not believed; the last: {self.last_refusal}")
         return lines

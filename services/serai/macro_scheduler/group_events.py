@@ -6,6 +6,29 @@ from typing import NamedTuple
 
 from serai.contracts.admission import AdmissionAnswer, AdmissionAsk, InstanceReport, InstanceState, TakeInstance
 from serai.macro_scheduler.instance_view import StepPredictor
+from serai.macro_scheduler.mitosis import Drain, Scale, Sleep, Wake
+
+__all__ = [
+    "Answer",
+    "Asked",
+    "Drain",
+    "Gone",
+    "GroupEffect",
+    "GroupEvent",
+    "Joined",
+    "NotOwned",
+    "Own",
+    "Owned",
+    "Reported",
+    "Scale",
+    "Sleep",
+    "Take",
+    "Tick",
+    "TookOver",
+    "Wake",
+    "WakeAt",
+    "Withdrawn",
+]
 
 
 class Asked(NamedTuple):
@@ -44,10 +67,11 @@ class Gone(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """An `Own` went through: the instance's epoch is this now."""
+    """An `Own` went through: the instance is `owner`'s with this epoch now."""
 
     session: str
     epoch: int
+    owner: str
 
 
 class NotOwned(NamedTuple):
@@ -99,18 +123,6 @@ class WakeAt(NamedTuple):
     at_s: float
 
 
-class Scale(NamedTuple):
-    """A wish to whoever starts and stops instances."""
+# Of `mitosis`: Drain (the shell asks the session to end), Sleep, Wake, and Scale, a wish to whoever starts instances.
 
-    change: int
-    """+1 or −1."""
-    why: str
-
-
-class Sleep(NamedTuple):
-    """The instance is drained and not needed: let its engine sleep where it can."""
-
-    session: str
-
-
-GroupEffect = Answer | Own | Take | WakeAt | Scale | Sleep
+GroupEffect = Answer | Own | Take | WakeAt | Drain | Sleep | Wake | Scale

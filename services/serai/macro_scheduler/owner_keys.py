@@ -29,7 +29,7 @@ class OwnerKeys:
             wanted = claim(known, session, owner, leader_epoch, heard)
             if await self._keys.update(session, encode(wanted), revision):
                 metrics.CLAIMS.of("won").add()
-                return Owned(session, wanted.epoch)
+                return Owned(session, wanted.epoch, owner)
         except BusError as error:
             metrics.CLAIMS.of("no answer").add()
             log.warning("take.not_claimed", session=session, error=str(error), effect="tried again")

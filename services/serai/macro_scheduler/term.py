@@ -25,12 +25,14 @@ from serai.contracts.admission import (
     TakeInstance,
 )
 from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.drain import DrainRequest
 from serai.contracts.session_record import SessionRecord
-from serai.contracts.subjects import ADMISSION, TAKE
+from serai.contracts.subjects import ADMISSION, DRAIN, TAKE
 from serai.macro_scheduler import metrics
 from serai.macro_scheduler.group import (
     Answer,
     Asked,
+    Drain,
     Gone,
     Group,
     GroupEffect,
@@ -44,6 +46,7 @@ from serai.macro_scheduler.group import (
     Take,
     Tick,
     TookOver,
+    Wake,
     WakeAt,
     Withdrawn,
 )
@@ -253,8 +256,10 @@ class Term:
                 case Scale(change, why):
                     metrics.SCALE.of(self.model, f"{change:+d}").add()
                     log.info("macro.scale", model=self.model, change=change, why=why)
-                case Sleep(session):
-                    log.info("macro.sleep", model=self.model, session=session)
+                case Drain(session, _, deadline_s):
+                    self._drain(session, deadline_s)
+                case Sleep(session) | Wake(session):
+                    log.info("macro.sleep_or_wake", model=self.model, session=session, effect=type(effect).__name__)
                 case _:
                     assert_never(effect)
 
@@ -291,6 +296,16 @@ class Term:
                 self._bus.publish(reply, encode(AdmissionAnswers(answers)), unheard, at_once=True)
             except BusError as error:
                 log.warning("admission.not_answered", model=self.model, error=str(error))
+
+    def _drain(self, session: str, deadline_s: float) -> None:
+        """It ends what it has by then, and hands over what it has not; its record says so, and that it has left."""
+        log.info("macro.drain", model=self.model, session=session, within_s=deadline_s)
+        try:
+            self._bus.publish(
+                DRAIN.of(session), encode(DrainRequest("its macro-scheduler needs it no more", deadline_s))
+            )
+        except BusError as error:
+            log.warning("macro.not_drained", model=self.model, session=session, error=str(error))
 
     def _wake_at(self, at_s: float) -> None:
         if self._timer is not None:
