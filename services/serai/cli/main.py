@@ -50,6 +50,13 @@ COMMANDS: Tree = {
     "macro": {
         "explain": Command("serai.cli.macro_explain", "say what was decided on a request, or how the windows roll"),
     },
+    "placer": Command("serai.placer.__main__", "decide which model runs where, and have it carried out"),
+    "place": {
+        "plan": Command("serai.cli.place_plan", "show the placer's last plan, or make a new one"),
+        "diff": Command("serai.cli.place_diff", "show what that plan would change of what runs now"),
+        "apply": Command("serai.cli.place_apply", "let a proposed plan be carried out"),
+        "explain": Command("serai.cli.place_explain", "say what is thought of a model, and why"),
+    },
     "ledger": Command("serai.ledger.__main__", "keep the usage records of a site in SQL"),
     "usage": Command("serai.cli.usage", "sum up what was used, by project, model, provider, day or key"),
     "health": Command("serai.cli.health", "say whether the registry answers and how many models serve"),

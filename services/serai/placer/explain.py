@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from serai.contracts.placement import ActionKind, ModelWord, PlanAction, PoolWord, RunState
+from serai.contracts.placement import ActionKind, ModelWord, PlanAction, PoolWord
 from serai.placer.deciding import Decision, Situation
 from serai.placer.observed import NOTHING_SEEN
 from serai.placer.placement_file import PlacedModel
 from serai.placer.plan import Instance, ModelFacts
 from serai.placer.pools import PoolView
-from serai.runtime.words import counted
 
 
 def model_words(decision: Decision, situation: Situation) -> list[ModelWord]:
@@ -59,9 +58,11 @@ def _demand_lines(facts: ModelFacts, model: PlacedModel, situation: Situation) -
         told = f"{demand.planned_requests_s:.2f} requests/s are planned for: the placement file says so"
         lines.append(f"{told}, and usage shows no more ({seen.requests_s:.2f}/s).")
     if not situation.usage_known:
-        lines.append("The ledger has not answered lately, so usage may be out of date, and nothing is taken for unused.")
+        lines.append(
+            "The ledger has not answered lately, so usage may be out of date, and nothing is taken for unused."
+        )
     if demand.min_replicas:
-        lines.append(f"Its minimum is {counted(demand.min_replicas, 'engine')}, whatever is asked.")
+        lines.append(f"Its minimum is {_counted(demand.min_replicas, 'engine')}, whatever is asked.")
     if demand.providers_allowed:
         lines.append(f"Its requests may go to {', '.join(demand.providers_allowed)} only.")
     return lines
@@ -86,10 +87,10 @@ def _capacity_lines(facts: ModelFacts, serving: Sequence[Instance], situation: S
     for instances in kinds.values():
         option, where = instances[0].option, ", ".join(sorted(one.pool for one in instances))
         each = f"{option.requests_s:.2f} requests/s each within its targets" if option.requests_s else option.why
-        how = f"{counted(option.gpus, 'GPU')} of kind {option.gpu}"
-        lines.append(f"{counted(len(instances), 'engine')} on {how} serve: {each} ({where}).")
+        how = f"{_counted(option.gpus, 'GPU')} of kind {option.gpu}"
+        lines.append(f"{_counted(len(instances), 'engine')} on {how} serve: {each} ({where}).")
     if others:
-        lines.append(f"{counted(others, 'session')} beside the pools serve it, too.")
+        lines.append(f"{_counted(others, 'session')} beside the pools serve it, too.")
     return lines
 
 
@@ -106,12 +107,16 @@ def _change_lines(changes: Sequence[PlanAction]) -> list[str]:
 
 def _missing_lines(model: str, decision: Decision, situation: Situation, share: float) -> list[str]:
     lines = [f"Not done: {held}." for held in decision.plan.held if held.startswith(f"{model} ")]
-    for missing in decision.placement.missing:
-        if missing.model == model:
-            lines.append(f"Missing: {missing.amount:.2f} {_unit(missing.what)}: {missing.why}.")
-    failed = [key for key in situation.failed if key.startswith(f"{model} at ")]
-    for key in failed:
-        lines.append(f"It failed lately ({key}), and is not tried there for {situation.failed[key]:.0f} s more.")
+    lines += [
+        f"Missing: {missing.amount:.2f} {_unit(missing.what)}: {missing.why}."
+        for missing in decision.placement.missing
+        if missing.model == model
+    ]
+    lines += [
+        f"It failed lately ({key}), and is not tried there for {left_s:.0f} s more."
+        for key, left_s in situation.failed.items()
+        if key.startswith(f"{model} at ")
+    ]
     if share < 1 and not lines:
         lines.append(f"The plan serves {share:.0%} of what is asked; there is no more room.")
     if why := decision.options.why_not(model) if not _has_option(model, decision) else "":
@@ -144,14 +149,5 @@ def _pool_word(view: PoolView) -> PoolWord:
     )
 
 
-def summary(words: Mapping[str, ModelWord] | Sequence[ModelWord]) -> str:
-    """One line over all models."""
-    all_words = list(words.values()) if isinstance(words, Mapping) else list(words)
-    short = [word for word in all_words if word.served_share < 1]
-    if not short:
-        return f"{counted(len(all_words), 'model')}, all that is asked can be served"
-    worst = min(short, key=lambda word: word.served_share)
-    return f"{counted(len(short), 'model')} of {len(all_words)} get less than is asked; {worst.model} {worst.served_share:.0%}"
-
-
-FAILED = RunState.FAILED
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
