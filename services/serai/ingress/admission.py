@@ -191,33 +191,47 @@ class Turn:
             self._reservation = await admission.reserve(call, scopes)
             now = time.monotonic()
         try:
-            await self._wait(now)
+            if not self._goes(now):
+                await self._wait(now)
         except BaseException:
             if self._reservation is not None:
                 self._reservation.release()
             raise
         return self
 
-    async def _wait(self, now: float) -> None:
+    def _goes(self, now: float) -> bool:
+        """Whether its turn has come without waiting, or waiting is of no use: nearly always."""
         call, admission = self._call, self._admission
         turns = admission.turns_of(call)
         if turns is None:
-            return
+            return True
         asked = admission.arrived(call, turns, now)
         turns.look(now)
         self._began_s = now
-        if not turns.queue.go(asked, now):
+        self._turns, self._asked = turns, asked
+        if turns.queue.go(asked, now):
+            self._waited(turns, now)
+            return True
+        return False
+
+    async def _wait(self, now: float) -> None:
+        """Behind a `_goes` that said no."""
+        call, admission = self._call, self._admission
+        turns, asked = self._turns, self._asked
+        self._turns = self._asked = None
+        assert turns is not None
+        assert asked is not None
+        if admission.is_gone(call, now):
+            return
+        try:
+            await turns.wait(asked)
+        except NotServed as refused:
+            now = time.monotonic()
+            self._waited(turns, now)
             if admission.is_gone(call, now):
                 return
-            try:
-                await turns.wait(asked)
-            except NotServed as refused:
-                now = time.monotonic()
-                self._waited(turns, now)
-                if admission.is_gone(call, now):
-                    return
-                raise admission.refused(call, refused.refuse, now) from None
-            self._began_s = time.monotonic()
+            raise admission.refused(call, refused.refuse, now) from None
+        self._began_s = time.monotonic()
         self._turns, self._asked = turns, asked
         self._waited(turns, self._began_s)
 
@@ -236,7 +250,9 @@ class Turn:
         turns.look_now(time.monotonic())  # Before its place is given to the next one, who would find it as full.
         self._leave(0, 0, served=False)
         self._call.tries_of_earlier_turns = len(self._call.tried)
-        await self._wait(time.monotonic())
+        now = time.monotonic()
+        if not self._goes(now):
+            await self._wait(now)
         return True
 
     def _leave(self, prompt_tokens: int | None, output_tokens: int | None, *, served: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import ChainMap
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -104,8 +103,7 @@ class Calls:
             self._accounting.unreadable(request.headers, asked_path, caller, error, time.time_ns())
             raise
         call.asked_path = asked_path
-        named = request_id_headers(endpoint.dialect, call.request_id)
-        line = Line(request, endpoint.dialect, ChainMap(call.answer_headers, named, _STREAM_HEADERS), call.started_s)
+        line = Line(request, endpoint.dialect, lambda: _early_headers(call), call.started_s)
         status = CLIENT_CLOSED_REQUEST
         try:
             status = await self._admit_and_try(line, call)
@@ -512,6 +510,10 @@ class Calls:
         call.outcome, call.error_code = Outcome.TRUNCATED, code
         self._accounting.answering(call, 200, time.monotonic())
         answer.out.end(broken_end(call.endpoint.dialect, broken.error, answer.last))
+
+
+def _early_headers(call: Call) -> dict[str, str]:
+    return _STREAM_HEADERS | request_id_headers(call.endpoint.dialect, call.request_id) | call.answer_headers
 
 
 def _output_tokens(call: Call) -> int:

@@ -32,7 +32,6 @@ from serai.ingress.routing import (
 from serai.ingress.session_health import Outcome, SessionHealth, of_failure, of_status
 from serai.runtime.registry_replica import RegistryReplica
 
-
 _NO_REQUIREMENTS, _ALL_PROVIDERS = Requirements(), Providers()
 
 

@@ -7,7 +7,7 @@ nothing since the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from serai.ingress.dialects import KEEP_ALIVE
@@ -23,8 +23,10 @@ class Line:
 
     __slots__ = ("_dialect", "_early_headers", "_said", "_silent_since_s", "answer", "out", "request")
 
-    def __init__(self, request: ClientRequest, dialect: Dialect, early_headers: Mapping[str, str], now: float) -> None:
-        """`early_headers`: of the answer, what is known of them by the time a head must leave before a session
+    def __init__(
+        self, request: ClientRequest, dialect: Dialect, early_headers: Callable[[], Mapping[str, str]], now: float
+    ) -> None:
+        """`early_headers` tells what is known of the answer's headers when a head must leave before a session
         answers."""
         self.request = request
         self.out: ClientStream | None = None
@@ -58,7 +60,7 @@ class Line:
 
     def _say(self, sign: bytes) -> None:
         if self.out is None:
-            self.out = self.request.start(200, EVENT_HEADERS | dict(self._early_headers), sign)
+            self.out = self.request.start(200, {**EVENT_HEADERS, **self._early_headers()}, sign)
         else:
             self.out.send(sign)
 
