@@ -111,25 +111,8 @@ class MacroScheduled:
         group = settings.group
         self.group = Group(group)
         self._gated = self.group.policy.gated
-        predictor = {id(spec): predictor_of(spec.model) for spec in specs}
-        self.gates = [
-            PhaseGate(
-                GateSettings(
-                    session=_session(number),
-                    slo_ttft_s=group.slo_ttft_s,
-                    slo_tpot_s=group.slo_tpot_s,
-                    kv_tokens_total=_whole_blocks(spec),
-                    waiting_max=100_000,
-                    step_tokens_max=spec.settings.step_tokens_max,
-                    tells_steps=True,
-                    slack_from_first_token=not self._gated,
-                    ordinary_position=Position.MIXED if self._gated else Position.PREFILL,
-                    ordinary_tokens_max=512 if self._gated else None,
-                ),
-                predictor[id(spec)].prefill_s,
-            )
-            for number, spec in enumerate(specs)
-        ]
+        self._predictors: dict[int, StepPredictor] = {}
+        self.gates = [self._gate(number, spec) for number, spec in enumerate(specs)]
         self._requests: dict[str, Request] = {}
         self._tried: dict[str, list[str]] = {}
         """Sessions that refused a request's lease."""
@@ -142,8 +125,31 @@ class MacroScheduled:
         self._effects: list[Effect] = []
         self._begun = False
         for number, spec in enumerate(specs):
-            joined = Joined(_session(number), _whole_blocks(spec), predictor[id(spec)])
-            self._to_group(joined, 0.0)
+            self._joins(number, spec, 0.0)
+
+    def _gate(self, number: int, spec: InstanceSpec) -> PhaseGate:
+        group = self._settings.group
+        return PhaseGate(
+            GateSettings(
+                session=_session(number),
+                slo_ttft_s=group.slo_ttft_s,
+                slo_tpot_s=group.slo_tpot_s,
+                kv_tokens_total=_whole_blocks(spec),
+                waiting_max=100_000,
+                step_tokens_max=spec.settings.step_tokens_max,
+                tells_steps=True,
+                slack_from_first_token=not self._gated,
+                ordinary_position=Position.MIXED if self._gated else Position.PREFILL,
+                ordinary_tokens_max=512 if self._gated else None,
+            ),
+            self._predictor(spec).prefill_s,
+        )
+
+    def _predictor(self, spec: InstanceSpec) -> StepPredictor:
+        return self._predictors.setdefault(id(spec.model), predictor_of(spec.model))
+
+    def _joins(self, number: int, spec: InstanceSpec, now_s: float) -> None:
+        self._to_group(Joined(_session(number), _whole_blocks(spec), self._predictor(spec)), now_s)
 
     @property
     def pending(self) -> int:
@@ -168,7 +174,7 @@ class MacroScheduled:
             case TimerFired(key):
                 self._fired(key, now_s)
             case _:
-                pass  # no prefill instances here; instances that come and go are another dispatch's
+                self._came_or_went(event, now_s)
         effects, self._effects = self._effects, []
         if not self._begun:
             # Timers wanted when the instances joined, at time 0, may be overdue when the first event comes.
@@ -205,7 +211,7 @@ class MacroScheduled:
         for effect in self.gates[instance].handle(event, now_s):
             match effect:
                 case gate.Release(key):
-                    self._effects.append(Send(int(key), instance))
+                    self._effects.append(self._release(key, instance))
                 case gate.Turn(position, prompt_tokens_max):
                     self._effects.append(SetPhase(instance, Phase(position.value), prompt_tokens_max))
                 case gate.RefuseLease(key):
@@ -268,7 +274,7 @@ class MacroScheduled:
             case WakeAt(at_s):
                 self._wake(_GROUP_TIMER, at_s, now_s)
             case _:
-                pass  # who starts and stops instances is not simulated here
+                self._scale(effect, now_s)
 
     def _answered(self, answer: AdmissionAnswer, now_s: float) -> None:
         key = answer.request_id
@@ -285,6 +291,17 @@ class MacroScheduled:
                 self._effects.append(Refuse(int(key)))
             case Decision.WAIT:
                 pass
+
+    # For those who let instances come and go (`macro_scaled`)
+
+    def _came_or_went(self, event: Event, now_s: float) -> None:
+        """Whatever else the cluster tells."""
+
+    def _release(self, key: str, instance: int) -> Effect:
+        return Send(int(key), instance)
+
+    def _scale(self, effect: GroupEffect, now_s: float) -> None:
+        """Whatever else the group wants."""
 
     # Timers
 
