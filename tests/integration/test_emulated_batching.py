@@ -153,25 +153,26 @@ def test_a_client_that_leaves_frees_slot_and_kv_at_once() -> None:
 def test_with_a_closed_gate_no_first_token_comes_until_it_is_opened() -> None:
     with engine("--mode", "phase-gated", "--speed", "10") as running:
 
-        def gate(is_open: bool) -> dict[str, Any]:
-            answer = running.client.post("/emulator/phase", json={"prefill_open": is_open})
-            return dict(answer.raise_for_status().json())
+        def turn(**word: Any) -> dict[str, Any]:
+            return dict(running.client.post("/emulator/phase", json=word).raise_for_status().json())
 
-        assert gate(False)["prefill_open"] is False
+        assert running.state()["phase"] == "mixed"
+        assert turn(phase="decode")["phase"] == "decode"
         heard: list[Heard] = []
         asking = threading.Thread(target=lambda: heard.extend(all_of(running.port, [("a", 5), ("b", 5)])))
         asking.start()
         running.wait_until(waiting=2, running=0)
         time.sleep(0.3)
         assert running.state()["generation_tokens_total"] == 0
-        gate(True)
+        assert turn(phase="prefill", prompt_tokens_max=512)["prompt_tokens_max"] == 512
         asking.join(10)
         assert [one.done for one in heard] == [True, True]
         assert min(one.ttft_s for one in heard) > 0.3
-        assert running.client.post("/emulator/phase", json={"prefill_open": 1}).status_code == 400
+        for wrong in ({"phase": "sleep"}, {"phase": "mixed", "prompt_tokens_max": 0}, {}, []):
+            assert running.client.post("/emulator/phase", json=wrong).status_code == 400
         assert running.client.post("/emulator/phase", content=b"{").status_code == 400
     with engine() as running:
-        assert running.client.post("/emulator/phase", json={"prefill_open": True}).status_code == 409
+        assert running.client.post("/emulator/phase", json={"phase": "decode"}).status_code == 409
 
 
 @pytest.mark.parametrize("speed", [0.5, 1, 4])

@@ -43,40 +43,40 @@ def test_prompts_that_cannot_be_taken_let_decodes_go_on_for_longer_each_time() -
 
 
 def test_the_channel_tells_phases_and_steps(tmp_path: Path) -> None:
-    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[tuple[str, int | None]] = queue.SimpleQueue()
     name = f"@serai-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.bind("\0" + name[1:])
         agent.listen()
         agent.settimeout(10)
-        channel = Channel(name, heard.put)
+        channel = Channel(name, lambda *word: heard.put(word))
         engine, _ = agent.accept()
         with engine:
             engine.settimeout(10)
             engine.send(b"nonsense")
             engine.send(json.dumps({"phase": "decode"}).encode())
-            assert heard.get(timeout=10) == "decode"
-            channel.say({"steps_total": 1}, last=False)
-            channel.say({"steps_total": 2}, last=False)  # Too soon after the first.
-            channel.say({"steps_total": 3}, last=True)
-            assert [json.loads(engine.recv(4096))["steps_total"] for _ in range(2)] == [1, 3]
+            engine.send(json.dumps({"phase": "mixed", "prompt_tokens_max": 512}).encode())
+            assert [heard.get(timeout=10) for _ in range(2)] == [("decode", None), ("mixed", 512)]
+            channel.say({"decodes": 1})
+            channel.say({"decodes": 2})
+            assert [json.loads(engine.recv(4096))["decodes"] for _ in range(2)] == [1, 2]
         # Gone: from then on vLLM serves as it does by itself.
-        assert heard.get(timeout=10) == "mixed"
+        assert heard.get(timeout=10) == ("mixed", None)
         channel.close()
 
 
 def test_nobody_waits_for_an_agent_that_does_not_read() -> None:
     name = f"@serai-test-full-{os.getpid()}"
-    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[tuple[str, int | None]] = queue.SimpleQueue()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.bind("\0" + name[1:])
         agent.listen()
         agent.settimeout(10)
-        channel = Channel(name, heard.put)
+        channel = Channel(name, lambda *word: heard.put(word))
         engine, _ = agent.accept()
         with engine:
             engine.send(json.dumps({"phase": "prefill"}).encode())
-            assert heard.get(timeout=10) == "prefill"
+            assert heard.get(timeout=10) == ("prefill", None)
             for n in range(5000):
-                channel.say({"steps_total": n, "words": "x" * 500}, last=True)
+                channel.say({"decodes": n, "words": "x" * 500})
         channel.close()

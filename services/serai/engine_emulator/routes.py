@@ -10,10 +10,11 @@ from urllib.parse import unquote
 import orjson
 
 from serai.engine_emulator import metrics, native_messages, pooling
-from serai.engine_emulator.batching.settings import BatchMode
+from serai.engine_emulator.batching.settings import BatchMode, Phase
 from serai.engine_emulator.completion import RequestRefused, read_object
 from serai.engine_emulator.faults import FaultKind, fault_from_fields
 from serai.engine_emulator.model_flags import EngineName
+from serai.engine_emulator.phase_channel import set_phase
 from serai.engine_emulator.settings import Native
 from serai.engine_emulator.state import EmulatorState, HttpRequest
 
@@ -155,9 +156,10 @@ def _state_fields(state: EmulatorState) -> dict[str, Any]:
     batch, modelled = engine.batch, state.settings.modelled
     if batch is None or modelled is None:
         return fields
-    return fields | {
+    told: dict[str, Any] = {
         "mode": batch.settings.mode.value,
-        "prefill_open": batch.prefill_open,
+        "phase": str(batch.phase) if batch.settings.mode is BatchMode.PHASE_GATED else None,
+        "prompt_tokens_max": batch.prompt_tokens_max,
         "speed": modelled.speed,
         "decoding": len(batch.decoding),
         "step": batch.step.kind if batch.step is not None else None,
@@ -178,6 +180,7 @@ def _state_fields(state: EmulatorState) -> dict[str, Any]:
             "hits_tokens": batch.prefix_hits_tokens,
         },
     }
+    return fields | told
 
 
 def _set_phase(state: EmulatorState, request: HttpRequest) -> bytes:
@@ -185,13 +188,15 @@ def _set_phase(state: EmulatorState, request: HttpRequest) -> bytes:
     if batch is None or batch.settings.mode is not BatchMode.PHASE_GATED:
         raise RequestRefused(409, f"This engine has no phases; start it with --mode {BatchMode.PHASE_GATED}.")
     try:
-        is_open = orjson.loads(request.body)["prefill_open"]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise RequestRefused(400, 'Expected {"prefill_open": true} or {"prefill_open": false}.') from error
-    if not isinstance(is_open, bool):
-        raise RequestRefused(400, f"prefill_open must be true or false, not {is_open!r}.", param="prefill_open")
-    batch.prefill_open = is_open
-    state.engine.wake()
+        asked = orjson.loads(request.body)
+        phase, most = Phase(asked["phase"]), asked.get("prompt_tokens_max")
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise RequestRefused(400, f'Expected {{"phase": …}} with one of {", ".join(Phase)}.', param="phase") from error
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise RequestRefused(
+            400, f"prompt_tokens_max must be a number above 0, not {most!r}.", param="prompt_tokens_max"
+        )
+    set_phase(state.engine, phase, most)
     return _state(state, request)
 
 

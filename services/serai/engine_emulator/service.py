@@ -12,6 +12,7 @@ from random import Random
 
 from serai.engine_emulator.batched_schedule import BatchedSchedule
 from serai.engine_emulator.batching.engine import BatchEngine
+from serai.engine_emulator.batching.settings import BatchMode, Phase
 from serai.engine_emulator.batching.steps import RunningStep
 from serai.engine_emulator.engine import Engine
 from serai.engine_emulator.faults import FaultKind
@@ -19,6 +20,7 @@ from serai.engine_emulator.fixed_schedule import FixedSchedule
 from serai.engine_emulator.http_protocol import HttpConnection
 from serai.engine_emulator.measures import Measures
 from serai.engine_emulator.model_flags import ModelledEngine
+from serai.engine_emulator.phase_channel import VARIABLE, PhaseChannel
 from serai.engine_emulator.schedule import Schedule
 from serai.engine_emulator.settings import EmulatorSettings
 from serai.engine_emulator.state import EmulatorState
@@ -38,23 +40,41 @@ async def run(settings: EmulatorSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     if await _stopped_while_loading(settings, stop):
         return
-    state = emulated_engine(settings, loop)
+    channel = _phase_channel(settings)
+    state = emulated_engine(settings, loop, channel.told if channel is not None else _untold)
     server = await _listen(settings, state)
+    dialling = asyncio.ensure_future(channel.run(state.engine)) if channel is not None else None
     try:
         await stop.wait()
     finally:
+        if dialling is not None:
+            dialling.cancel()
         server.close()
         for connection in list(state.connections):
             connection.close()
 
 
-def emulated_engine(settings: EmulatorSettings, loop: asyncio.AbstractEventLoop) -> EmulatorState:
-    """An engine that runs on `loop` and listens nowhere yet: each of its connections is an `HttpConnection`."""
+def _phase_channel(settings: EmulatorSettings) -> PhaseChannel | None:
+    """To the agent that started us, when it said where it listens and we have phases."""
+    name, modelled = os.environ.get(VARIABLE, ""), settings.modelled
+    gated = modelled is not None and modelled.batch.mode is BatchMode.PHASE_GATED
+    return PhaseChannel(name) if name and gated else None
+
+
+def _untold(step: RunningStep) -> None:
+    """Nobody listens."""
+
+
+def emulated_engine(
+    settings: EmulatorSettings, loop: asyncio.AbstractEventLoop, told: Callable[[RunningStep], None] = _untold
+) -> EmulatorState:
+    """An engine that runs on `loop` and listens nowhere yet: each of its connections is an `HttpConnection`. `told` is
+    told of each step."""
     measures = Measures()
-    return EmulatorState(settings, Engine(_schedule(settings, measures), loop=loop, measures=measures))
+    return EmulatorState(settings, Engine(_schedule(settings, measures, told), loop=loop, measures=measures))
 
 
-def _schedule(settings: EmulatorSettings, measures: Measures) -> Schedule:
+def _schedule(settings: EmulatorSettings, measures: Measures, told: Callable[[RunningStep], None]) -> Schedule:
     modelled = settings.modelled
     if modelled is None:
         return FixedSchedule(settings.timing, step_s=settings.step_ms / 1000, slots=settings.max_concurrency)
@@ -62,10 +82,13 @@ def _schedule(settings: EmulatorSettings, measures: Measures) -> Schedule:
     def on_step(running: RunningStep) -> None:
         step = running.step
         measures.step_tokens.observe(step.decode_sequences + sum([chunk.new_tokens for chunk in step.chunks]))
+        told(running)
 
     model = modelled.model
     noise = _step_factor(modelled, settings.seed)
-    return BatchedSchedule(BatchEngine(model, modelled.batch, step_noise=noise, energy_j=model.energy_j), on_step)
+    batch = BatchEngine(model, modelled.batch, step_noise=noise, energy_j=model.energy_j)
+    batch.phase = Phase.MIXED  # Until somebody says otherwise.
+    return BatchedSchedule(batch, on_step)
 
 
 def _step_factor(modelled: ModelledEngine, seed: int) -> Callable[[], float]:

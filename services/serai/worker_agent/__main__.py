@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 
-from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, PROBE, SESSION, STATUS
+from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, INSTANCE, PROBE, SESSION, STATUS, TAKE
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.service import run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         tracing = set_up_traces("agent")
         try:
             await bus.self_test(
-                must_publish=["_INBOX_ingress.self-test", SESSION.every, STATUS.every, PROBE.every],
-                must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every],
+                must_publish=["_INBOX_ingress.self-test", *[s.every for s in (SESSION, STATUS, PROBE, INSTANCE)]],
+                must_subscribe=[s.every for s in (INFERENCE, CANCEL, PROBE, DRAIN, TAKE)],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
             async with (

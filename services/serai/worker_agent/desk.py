@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 from prometheus_client import Gauge
@@ -53,6 +54,26 @@ class DeskLimits:
     engine_silence_s: float = 600.0
 
 
+class Gatekeeper(Protocol):
+    """Decides when requests go to the engine."""
+
+    def offered(self, exchange: Exchange) -> None:
+        """Its body is here: to be posted (`Desk.post`) or ended, sooner or later."""
+
+    def ended(self, exchange: Exchange) -> None:
+        """It is not here any more."""
+
+    def holds(self, exchange: Exchange) -> bool:
+        """Whether the engine has not been given it."""
+
+    @property
+    def held(self) -> int:
+        """How many it holds back."""
+
+    def drains(self) -> None:
+        """No new requests come; it holds nothing back from now on."""
+
+
 class Desk:
     """Handlers for `inference` and `cancel`; bus callbacks, so nothing here waits."""
 
@@ -73,6 +94,8 @@ class Desk:
         self._tracing = tracing
         self._engine_headers = engine_headers
         self._exchanges: dict[tuple[str, int], Exchange] = {}
+        self.gate: Gatekeeper | None = None
+        """None: requests go to the engine at once."""
         self.closed_because: tuple[FailureCode, str] | None = None
         """Set while no new request may start; the reason goes back with each refusal."""
         self.requests_total = 0
@@ -86,6 +109,19 @@ class Desk:
     @property
     def in_flight(self) -> int:
         return len(self._exchanges)
+
+    @property
+    def held(self) -> int:
+        """Requests that have not been given to the engine."""
+        return self.gate.held if self.gate is not None else 0
+
+    @property
+    def concurrency_max(self) -> int:
+        return self._limits.concurrency_max
+
+    def whole(self) -> list[Exchange]:
+        """Requests whose body is here."""
+        return [exchange for exchange in self._exchanges.values() if exchange.whole]
 
     def running(self) -> list[Running]:
         """What is here now, with what can be said of how long it will take."""
@@ -149,7 +185,7 @@ class Desk:
                 if now - exchange.paused_at_s > CREDIT_STARVED_S:
                     exchange.fail(FailureCode.CREDIT_STARVED, f"the reader took nothing for {CREDIT_STARVED_S:g} s")
                     continue
-            elif now - exchange.last_engine_byte_at_s > self._limits.engine_silence_s:
+            elif now - exchange.last_engine_byte_at_s > self._limits.engine_silence_s and not self._holds(exchange):
                 exchange.fail(
                     FailureCode.ENGINE_SILENT, f"the engine sent nothing for {self._limits.engine_silence_s:g} s"
                 )
@@ -170,6 +206,8 @@ class Desk:
     def refuse_new(self) -> None:
         """From now on: the session drains."""
         self.closed_because = (FailureCode.DRAINING, "this session is draining")
+        if self.gate is not None:
+            self.gate.drains()
 
     def hand_over(self, keys: Collection[int]) -> None:
         """Ends these requests (`Running.key`) in a way that their ingresses survive: what has begun goes on elsewhere
@@ -210,7 +248,7 @@ class Desk:
             return
         self._exchanges[key] = exchange
         if request.body_frames == 0:
-            self._post(exchange)
+            self._go_on(exchange)
         elif request.body_frames > 1:
             exchange.control(FrameKind.BODY_CREDIT, 1 + BODY_FRAMES_AHEAD)
 
@@ -257,9 +295,20 @@ class Desk:
                 FailureCode.BAD_REQUEST_FRAME, f"{exchange.body_bytes} body bytes instead of {request.body_bytes}"
             )
         else:
-            self._post(exchange)
+            self._go_on(exchange)
 
-    def _post(self, exchange: Exchange) -> None:
+    def _go_on(self, exchange: Exchange) -> None:
+        """Its body is here, whole."""
+        if self.gate is None:
+            self.post(exchange)
+        else:
+            self.gate.offered(exchange)
+
+    def _holds(self, exchange: Exchange) -> bool:
+        return self.gate is not None and self.gate.holds(exchange)
+
+    def post(self, exchange: Exchange) -> None:
+        """Gives it to the engine."""
         request = exchange.request
         headers = request.headers | self._engine_headers if self._engine_headers else request.headers
         if request.traceparent:
@@ -283,6 +332,8 @@ class Desk:
             if exchange.status < 400:
                 self._progress_at_s = max(self._progress_at_s, exchange.last_engine_byte_at_s)
         REQUESTS.of(code or "ok").add()
+        if self.gate is not None:
+            self.gate.ended(exchange)
         if code is FailureCode.CANCELLED:
             self.on_cancelled(exchange)
         if exchange.first_byte_at_s:

@@ -69,6 +69,11 @@ class EngineRun:
         assert self._pool is not None
         return self._pool
 
+    @property
+    def tells_steps(self) -> bool:
+        """Whether it was started so that it dials us."""
+        return not self._settings.engine_url and self.engine.tells_steps(self._command)
+
     async def start(self) -> ServedModel:
         """Returns when it serves. Raises EngineFailed."""
         try:

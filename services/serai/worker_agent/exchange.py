@@ -50,10 +50,12 @@ class Exchange:
         "events",
         "first_byte_at_s",
         "first_data_at_s",
+        "gate_key",
         "last_data",
         "last_engine_byte_at_s",
         "last_frame_at_s",
         "on_done",
+        "on_first",
         "paused_at_s",
         "posted_at_s",
         "received_at_s",
@@ -82,6 +84,10 @@ class Exchange:
         self.attempt = attempt
         self.request = request
         self.on_done = on_done
+        self.on_first: Callable[[Exchange], None] | None = None
+        """Called when the first bytes of the answer's body come."""
+        self.gate_key = ""
+        """What the phase gate calls it."""
         self.body: list[bytes] = []
         self.body_bytes = 0
         self.connection: HttpConnection | None = None
@@ -110,6 +116,13 @@ class Exchange:
         self._frames: list[bytes] = []
         self._pending: list[bytes] = []
 
+    @property
+    def whole(self) -> bool:
+        """Its body has come."""
+        return (
+            not self.done and len(self.body) == self.request.body_frames and self.body_bytes == self.request.body_bytes
+        )
+
     # -- from the engine -----------------------------------------------------------------------------------------
 
     def lent(self, connection: HttpConnection) -> None:
@@ -134,6 +147,8 @@ class Exchange:
         self._pending.append(data)
         if not self.sent_bytes:
             self.first_data_at_s = self.last_engine_byte_at_s
+            if self.on_first is not None:
+                self.on_first(self)
         self.last_data = data
         self.sent_bytes += len(data)
         self.events += data.count(b"data:")

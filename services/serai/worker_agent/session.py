@@ -31,6 +31,7 @@ from serai.worker_agent.desk import WATCH_EVERY_S, Desk, DeskLimits
 from serai.worker_agent.drain_shell import Notice, answer_drain_requests, drain
 from serai.worker_agent.engine.base import Engine, NotServing, ServedModel
 from serai.worker_agent.engine.clearance import Clearance, NothingInTheWay
+from serai.worker_agent.engine.phase_socket import PhaseSocket, socket_name
 from serai.worker_agent.engine.process import EngineStarter, start_on_loopback
 from serai.worker_agent.engine.readiness import canary, fingerprint
 from serai.worker_agent.engine.start_watch import Phase, Progress
@@ -40,6 +41,7 @@ from serai.worker_agent.faults import ENGINE_DIED, with_fault
 from serai.worker_agent.first_record import first_record
 from serai.worker_agent.gpu_watch import GpuWatch
 from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.phase_gate_shell import GateShell
 from serai.worker_agent.presence import Presence, Vitals, Work
 from serai.worker_agent.readers import Readers
 from serai.worker_agent.settings import AgentSettings
@@ -52,6 +54,8 @@ log = structlog.get_logger()
 SHARE_SAID = 0.1
 """Of a start: a record is stored by every registry, so it is not written for each percent."""
 HUNG_CANARY_S = 30.0
+PREFILL_S_PER_TOKEN = 0.000_2
+"""What the phase gate takes for true until the engine has shown: about a 30B model on two GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Session:
         self._readers: Readers | None = None
         self._watchdog: Watchdog | None = None
         self._vitals: VitalSigns | None = None
+        self._gate: GateShell | None = None
 
     @property
     def record(self) -> SessionRecord:
@@ -113,8 +118,10 @@ class Session:
                 subscriptions = await self._open_desk(notice)
                 assert self._watchdog is not None
                 assert self._vitals is not None
+                assert self._gate is not None
                 living += [
                     tasks.create_task(self._watching()),
+                    tasks.create_task(self._gate.watching()),
                     tasks.create_task(self._watchdog.watching()),
                     tasks.create_task(self._vitals.watching()),
                 ]
@@ -238,7 +245,18 @@ class Session:
         await reports.ask()
         self.presence.note(replace(self.record.metadata, kv_tokens_max=reports.load.kv_tokens_max or 0))
         session = self.record.session
+        self._gate = GateShell(
+            self._bus,
+            session,
+            desk,
+            reports,
+            load_every_s=self._engine.engine.load_every_s,
+            phases=PhaseSocket(socket_name(pool.origin.port)) if self._engine.tells_steps else None,
+            prefill_s_per_token=settings.prefill_s_per_token or PREFILL_S_PER_TOKEN,
+            kv_tokens_total=reports.load.kv_tokens_max or 0,
+        )
         subscriptions = [
+            *await self._gate.start(),
             await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
             await self._bus.subscribe(CANCEL.of(session), desk.on_cancel),
             await self._readers.start(),
@@ -303,6 +321,8 @@ class Session:
         if self.desk is not None:
             self.desk.fail_all(FailureCode.AGENT_LEFT, "the session ended before the answer did", retry_safe=True)
             await asyncio.sleep(0)  # Lets the outbox send.
+        if self._gate is not None:
+            self._gate.close()
         await self.presence.leave()
         await self._engine.stop(self._settings.engine_stop_s)
 

@@ -69,7 +69,7 @@ class VitalSigns:
         if not exchanges and not load.running:
             prefills = decodes = False  # Rates are those of the time before the last report.
         vitals = Vitals(
-            queued=queued,
+            queued=queued + self._desk.held,
             running=load.running,
             kv_tokens_used=load.kv_tokens_used,
             kv_tokens_free=load.kv_tokens_free,

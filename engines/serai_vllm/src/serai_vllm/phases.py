@@ -26,6 +26,8 @@ class Phases:
     def __init__(self) -> None:
         self.target = Phase.MIXED
         """Set from the channel's thread: one reference, so nobody has to wait for it."""
+        self.prompt_tokens_max: int | None = None
+        """Of prompts, in one step; None: as many as vLLM's settings allow."""
         self._skips = 0
         self._patience = 0
 

@@ -35,12 +35,10 @@ class PhaseScheduler(AsyncScheduler):
         if not hasattr(self, "prefill_capacity_bound") or not hasattr(self, "current_step"):
             raise RuntimeError("this vLLM has not the hooks that PhaseScheduler needs: 0.25 or later")
         self.phases = Phases()
-        self._steps: deque[tuple[float, Phase, int, int]] = deque()
-        """Of the steps under way, oldest first: when planned, its phase, tokens of prompts, requests that decode."""
-        self._steps_total = 0
-        self._prefill_tokens_total = 0
-        self._decode_tokens_total = 0
-        self._busy_s = 0.0
+        self._tokens_max: int = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens: int
+        self._steps: deque[tuple[float, int, int]] = deque()
+        """Of the steps under way, oldest first: when planned, tokens of prompts, requests that decode."""
         self._ended_at_s = 0.0
         name = os.environ.get(VARIABLE, "")
         self._channel = Channel(name, self._on_phase) if name else None
@@ -61,13 +59,19 @@ class PhaseScheduler(AsyncScheduler):
             eligible = self.current_step + 2
             for request in decoding:
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, eligible)
+        most = self.phases.prompt_tokens_max
+        if most is not None:
+            # Decodes come first in vLLM's budget, so what is left of it is for prompts.
+            decodes_tokens = 0 if phase is Phase.PREFILL else len(decoding) * (1 + self.num_spec_tokens)
+            self.max_num_scheduled_tokens = min(self._tokens_max, most + decodes_tokens)
         output = super().schedule(throttle_prefills)
+        self.max_num_scheduled_tokens = self._tokens_max
         tokens = output.total_num_scheduled_tokens
         self.phases.planned(phase, tokens)
         if self._channel is not None:
             scheduled = output.num_scheduled_tokens
             decodes = [scheduled[request.request_id] for request in decoding if request.request_id in scheduled]
-            self._steps.append((now, phase, tokens - sum(decodes), len(decodes)))
+            self._steps.append((now, tokens - sum(decodes), len(decodes)))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -84,38 +88,36 @@ class PhaseScheduler(AsyncScheduler):
     def _told(self, channel: Channel) -> None:
         """Tells of the oldest step under way, which has just ended."""
         now = time.monotonic()
-        planned_at_s, phase, prefill_tokens, decodes = self._steps.popleft()
+        planned_at_s, prefill_tokens, decodes = self._steps.popleft()
         # Steps overlap with asynchronous scheduling: one begins when the one before has ended.
         step_s = now - max(planned_at_s, self._ended_at_s)
         self._ended_at_s = now
         if not prefill_tokens and not decodes:
             return
-        self._steps_total += 1
-        self._prefill_tokens_total += prefill_tokens
-        self._decode_tokens_total += decodes
-        self._busy_s += step_s
-        running, waiting = self.get_request_counts()
+        backlog_tokens = context_tokens = 0
+        for request in self.running:
+            if request.is_prefill_chunk:
+                backlog_tokens += request.num_tokens - request.num_computed_tokens
+            else:
+                context_tokens += request.num_computed_tokens
+        for request in self.waiting:
+            backlog_tokens += request.num_tokens - request.num_computed_tokens
         pool = self.kv_cache_manager.block_pool
         channel.say(
             {
-                "phase": phase.value,
                 "step_s": round(step_s, 6),
                 "prefill_tokens": prefill_tokens,
                 "decodes": decodes,
-                "steps_total": self._steps_total,
-                "prefill_tokens_total": self._prefill_tokens_total,
-                "decodes_total": self._decode_tokens_total,
-                "busy_s": round(self._busy_s, 6),
-                "running": running,
-                "waiting": waiting,
+                "backlog_tokens": backlog_tokens,
+                "context_tokens": context_tokens,
                 "kv_tokens_free": pool.get_num_free_blocks() * self.block_size,
                 "kv_tokens_total": (pool.num_gpu_blocks - 1) * self.block_size,
-            },
-            last=not running and not waiting,
+            }
         )
 
-    def _on_phase(self, name: str) -> None:
+    def _on_phase(self, name: str, prompt_tokens_max: int | None) -> None:
         try:
             self.phases.target = Phase(name)
         except ValueError:
-            self.phases.target = Phase.MIXED
+            self.phases.target, prompt_tokens_max = Phase.MIXED, None
+        self.phases.prompt_tokens_max = prompt_tokens_max

@@ -51,11 +51,16 @@ class Engine(Protocol):
 
     shares_port: bool
     """Whether it binds its port with SO_REUSEADDR or SO_REUSEPORT, so that the port can be held until it does."""
+    load_every_s: float | None
+    """How often its `/v1/loads` may be asked while a phase gate orders its work; None: `/metrics` is all it has."""
     trait_paths: Sequence[str]
     """Where it tells what it is (GET, JSON)."""
 
     def recognises(self, command: Sequence[str]) -> bool:
         """Whether `command` starts an engine of this kind."""
+
+    def tells_steps(self, command: Sequence[str]) -> bool:
+        """Whether an engine started so dials the agent, obeys phases and tells of its steps (`phase_socket.py`)."""
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         """`command` so that the engine listens on `host:port`. Raises EngineMisconfigured when it cannot be told."""

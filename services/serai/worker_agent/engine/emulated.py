@@ -24,5 +24,8 @@ class EmulatedEngine(OpenAiEngine):
     def recognises(self, command: Sequence[str]) -> bool:
         return is_serai_engine(command, "emulate") or runs_module(command, "serai.engine_emulator")
 
+    def tells_steps(self, command: Sequence[str]) -> bool:
+        return any(word.endswith("phase-gated") for word in command)  # After --mode.
+
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)

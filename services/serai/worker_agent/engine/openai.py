@@ -27,10 +27,14 @@ class OpenAiEngine:
     prefill_s_per_token = 0.02
     setup_s = 10.0
     shares_port = False
+    load_every_s: float | None = None
     trait_paths: Sequence[str] = ()
 
     def recognises(self, command: Sequence[str]) -> bool:
         return True
+
+    def tells_steps(self, command: Sequence[str]) -> bool:
+        return False
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         filled = fill_placeholders(command, host, port)

@@ -23,6 +23,7 @@ from serai.worker_agent.engine.base import Engine
 from serai.worker_agent.engine.environment import engine_environment
 from serai.worker_agent.engine.gpu_memory import gpu_bytes_of
 from serai.worker_agent.engine.listeners import Listener, inodes_of, listener_on, listening_on, ports_of
+from serai.worker_agent.engine.phase_socket import VARIABLE, socket_name
 from serai.worker_agent.engine.ports import HeldPort, free_port
 from serai.worker_agent.engine.process_table import ProcessIdentity
 from serai.worker_agent.engine.start_watch import Signs
@@ -282,7 +283,7 @@ class LoopbackStarter:
             mark = process_table.new_mark(str(port))
             environment = engine_environment(
                 os.environ | self.variables,
-                engine.environment(),
+                engine.environment() | ({VARIABLE: socket_name(port)} if engine.tells_steps(command) else {}),
                 mark=mark,
                 scratch=self.scratch,
                 interface=self.interface,

@@ -18,6 +18,8 @@ class SglangEngine(OpenAiEngine):
     prefill_s_per_token = 0.002
     setup_s = 0.0
     shares_port = True
+    # Cheap to answer: a snapshot that its scheduler keeps.
+    load_every_s = 0.25
     trait_paths = ("/server_info", "/get_server_info")
 
     def recognises(self, command: Sequence[str]) -> bool:

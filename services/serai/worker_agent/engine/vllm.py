@@ -22,6 +22,9 @@ class VllmEngine(OpenAiEngine):
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "vllm" and "serve" in command) or runs_module(command, "vllm.entrypoints")
 
+    def tells_steps(self, command: Sequence[str]) -> bool:
+        return any("serai_vllm." in word for word in command)  # After --scheduler-cls.
+
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)
 
