@@ -1,5 +1,5 @@
-"""Says yes to the placer's proposed plan: it is carried out then, step by step. Without a number it is the last plan, and
-that is shown first.
+"""Says yes to the placer's proposed plan: it is carried out then, step by step. Without a number it is the last plan,
+and that is shown first.
 
 Exit codes: 0 under way · 1 NATS or the placer does not answer · 2 wrong usage · 3 the plan is stale, or there is none.
 """

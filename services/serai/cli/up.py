@@ -28,6 +28,7 @@ import orjson
 
 from serai.cli.children import Child
 from serai.cli.embedded_nats import EmbeddedNats, LeafRemote, server_binary, server_environment
+from serai.cli.up_pool import PoolPlan, pool_plan
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
 from serai.ledger.settings import sqlite_url
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
@@ -63,6 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "network between must be one that you trust with prompts",
     )
     parser.add_argument("--sites", type=int, default=1, help="how many sites; the API of each has the next port")
+    parser.add_argument(
+        "--pool",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N pool agents with a said GPU each, and a placer that moves emulated engines of two models among them as "
+        "they are asked for; in place of --agents",
+    )
+    parser.add_argument("--placement-file", type=Path, help="with --pool: other models and rules (docs/operating.md)")
     parser.add_argument("--model", default="", help="name to serve the model under")
     parser.add_argument("--model-file", type=Path, help="a GGUF file to serve instead of the small model")
     parser.add_argument("--emulated", action="store_true", help="emulated engines: no model, fixed timing")
@@ -100,6 +110,14 @@ class Plan:
     ready_file: Path | None
     nats_bind: tuple[str, int] | None
     """Host and port; None = loopback, and a port that is free."""
+    pool: PoolPlan | None = None
+
+    @property
+    def starts_with(self) -> dict[str, int]:
+        """Models that serve once it is up, and sessions of each."""
+        if self.pool is not None:
+            return dict.fromkeys(self.pool.models, 1)
+        return {self.model: self.agents * self.sites} if self.agents else {}
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -107,6 +125,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     padg = arguments.policy == PADG
     if padg and not (command or arguments.model_file):
         arguments.emulated = True
+    if arguments.placement_file and not arguments.pool:
+        refuse("--placement-file: is for --pool N")
+    if arguments.pool and (arguments.agents or arguments.model or arguments.model_file or command or padg):
+        refuse("--pool: excludes --agents, --model, --model-file, an engine's command and padg")
+    if arguments.pool and arguments.sites > 1:
+        refuse("--pool is for one site; leave out --sites")
+    if arguments.pool:
+        arguments.agents = 0
     if arguments.agents is None:
         arguments.agents = PADG_AGENTS if padg else 1
     if not 0 < arguments.port < 65536:
@@ -143,8 +169,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             refuse(f"no such model file: {file}")
         module = "serai.worker_agent.engine.llamacpp_server"
         engine = [sys.executable, "-m", module, "--model-file", str(file), "--alias", model, *extra]
+    state = arguments.state.expanduser().absolute()
+    pool = None
+    if arguments.pool:
+        pool = pool_plan(arguments.pool, arguments.placement_file, state, arguments.engine_args)
+        model = pool.models[0] if pool.models else ""
     return Plan(
-        arguments.state.expanduser().absolute(),
+        state,
         arguments.port,
         arguments.sites,
         arguments.agents,
@@ -153,6 +184,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         MACRO_SCHEDULED if padg else arguments.policy,
         arguments.ready_file,
         nats_bind,
+        pool,
     )
 
 
@@ -252,9 +284,9 @@ class _Up:
             pool = HttpPool(Origin("127.0.0.1", site.port))
             try:
                 await self._until(lambda: _answers(pool), f"gateway{site.suffix}")  # noqa: B023
-                if plan.agents:
-                    there = f"{plan.model} on {plan.agents * plan.sites} agent(s)"
-                    await self._until(lambda: _sessions(pool, key, plan), f"{there}{site.suffix}")  # noqa: B023
+                for model, count in plan.starts_with.items():
+                    there = f"{model} on {count} agent(s)"
+                    await self._until(lambda: _sessions(pool, key, model, count), f"{there}{site.suffix}")  # noqa: B023
             finally:
                 await pool.aclose()
         return key
@@ -275,6 +307,11 @@ class _Up:
         if plan.policy == MACRO_SCHEDULED:
             scheduler = self._service(site, "macro-scheduler")
             await self._add(f"macro-scheduler{site.suffix}", scheduler, stop_s=5)
+        if plan.pool is not None:
+            await self._add(f"placer{site.suffix}", self._service(site, "placer", *plan.pool.placer_flags), stop_s=5)
+            for number in range(plan.pool.pools):
+                agent = self._service(site, "agent", *plan.pool.agent_flags(number))
+                await self._add(f"pool-{number}{site.suffix}", agent, stop_s=20)
         for number in range(plan.agents):
             agent = self._service(
                 site, "agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5"
@@ -348,7 +385,7 @@ Try it:
 curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' -d '{body}'
 
 serai registry ls {self._sites[0].tools}
-serai usage --by model --ledger {sqlite_url(plan.state)}{self._macro_tools()}
+serai usage --by model --ledger {sqlite_url(plan.state)}{self._macro_tools()}{self._pool_tools()}
 
 Ctrl-C stops it.
 """,
@@ -359,6 +396,12 @@ Ctrl-C stops it.
             fresh = plan.ready_file.with_name(plan.ready_file.name + ".new")
             fresh.write_bytes(orjson.dumps(facts) + b"\n")
             fresh.replace(plan.ready_file)
+
+    def _pool_tools(self) -> str:
+        if self._plan.pool is None:
+            return ""
+        models = " and ".join(self._plan.pool.models)
+        return f"\nserai place plan {self._sites[0].tools}     which pool runs what ({models}), and why"
 
     def _macro_tools(self) -> str:
         if self._plan.policy != MACRO_SCHEDULED:
@@ -394,7 +437,7 @@ Ctrl-C stops it.
         """Requests first, then engines, then those who tell of them, NATS last."""
         if self._children:
             self._say("stopping …")
-        order = {"ingress": 0, "agent": 1, "macro": 2, "ledger": 2, "registry": 2, "nats": 3}
+        order = {"ingress": 0, "placer": 0, "agent": 1, "pool": 1, "macro": 2, "ledger": 2, "registry": 2, "nats": 3}
         for rank in range(len(order)):
             group = [child for child in self._children if order[_KIND.split(child.name)[0]] == rank]
             await asyncio.gather(*(child.stop() for child in group))
@@ -421,13 +464,11 @@ async def _answers(pool: HttpPool) -> bool:
         return False
 
 
-async def _sessions(pool: HttpPool, key: str, plan: Plan) -> bool:
+async def _sessions(pool: HttpPool, key: str, model: str, count: int) -> bool:
     try:
         headers = {"authorization": f"Bearer {key}"}
-        answer = await fetch(pool, "GET", f"/v1/models/{plan.model}", headers=headers, timeout_s=2)
-        return (
-            answer.status == 200 and orjson.loads(answer.body)["sessions"].get("serving", 0) >= plan.agents * plan.sites
-        )
+        answer = await fetch(pool, "GET", f"/v1/models/{model}", headers=headers, timeout_s=2)
+        return answer.status == 200 and orjson.loads(answer.body)["sessions"].get("serving", 0) >= count
     except (HttpFailure, TimeoutError):
         return False
 
