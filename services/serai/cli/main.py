@@ -98,6 +98,7 @@ COMMANDS: Tree = {
         "detection": Command("serai.bench.detection", "how soon nothing is routed to what has failed"),
         "failover": Command("serai.bench.failover", "what clients see while one of two engines keeps being killed"),
         "faults": Command("serai.bench.faults.command", "what clients see when engines, clients and bodies misbehave"),
+        "admission": Command("serai.bench.admission", "what asking a macro-scheduler costs"),
         "agent": Command("serai.bench.agent", "what one agent costs: latency, memory, processor time, streams"),
         "memory": Command("serai.bench.memory", "what an ingress keeps in memory: many streams, many requests"),
         "idle-traffic": Command("serai.bench.idle_traffic", "bytes a second on an agent's connection"),

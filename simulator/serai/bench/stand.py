@@ -130,14 +130,21 @@ class Stand:
         for core in range(cores):
             self._processes.start(f"awake-{core}", [sys.executable, "-c", _KEEP_AWAKE])
 
-    def start_serai(self, name: str, environment: Mapping[str, str] | None = None, *, workers: int = 1) -> Target:
-        """Start a whole Serai with one agent and one emulated engine, its ingress in so many processes. Raises
-        BenchFailed."""
+    def start_serai(
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        workers: int = 1,
+        flags: Sequence[str] = (),
+    ) -> Target:
+        """Start a whole Serai with one agent and one emulated engine, its ingress in so many processes; `flags` are
+        further ones of `serai up`. Raises BenchFailed."""
         port, ready_file = free_port(), self.work / f"{name}.json"
         command = [
             sys.executable, "-m", "serai.cli.main", "up", "--emulated", "--agents", "1", "--model", MODEL,
             "--port", str(port), "--state", str(self.work / f"{name}-state"), "--ready-file", str(ready_file),
-            f"--engine-args={' '.join(ENGINE_FLAGS)}",
+            f"--engine-args={' '.join(ENGINE_FLAGS)}", *flags,
         ]  # fmt: skip
         environment = {**(environment or {}), "SERAI_WORKERS": str(workers)}
         child = self._processes.start(name, command, environment=environment, stop_s=30)
