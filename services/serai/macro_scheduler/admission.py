@@ -188,7 +188,7 @@ class Serai:
         step_s = instance.decode_s()
         cost = finish_s + step_s
         figures = (("finished in", finish_s), ("left", left_s), ("decode step", step_s))
-        if finish_s > left_s:
+        if prefill_s > left_s:
             return Verdict(instance.session, False, "ttft", figures, cost)
         left = instance.kv_tokens_left()
         if request.ask.prompt_tokens > left:

@@ -7,6 +7,7 @@ last report and one of a window ago.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from math import inf
 from typing import NamedTuple
 
 from serai.contracts.admission import InstanceReport
@@ -55,6 +56,11 @@ class LoadMeter:
         self._prefills = Samples(window_s)
         self._instances: dict[str, _Instance] = {}
         self._since_s: float | None = None
+
+    @property
+    def ready_at_s(self) -> float:
+        """When a whole window will have been seen."""
+        return inf if self._since_s is None else self._since_s + self._window_s
 
     def leased(self, prefill_s: float, now_s: float) -> None:
         """A lease was given."""

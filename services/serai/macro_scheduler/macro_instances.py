@@ -8,6 +8,7 @@ effects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import assert_never
 
 from serai.contracts.admission import GateMode, InstanceReport, TakeInstance
@@ -132,16 +133,22 @@ class MacroInstances:
     def due(self, waited_s: Sequence[float], now_s: float) -> list[GroupEffect]:
         """Beats, claims, and what the load asks for. `waited_s`: of requests that have no place."""
         effects = self._led(self.members.due(now_s))
-        due_s = self.members.evaluation_due_s
-        if self._meter is not None and due_s is not None and now_s >= due_s and self.circles:
+        if self._meter is not None and now_s >= self._evaluation_due_s(self._meter):
             effects += self._led(self._evaluated(self._meter, waited_s, now_s))
-        self._next_s = self.members.next_due_s()
         return effects
 
     def next_due_s(self) -> float | None:
         """When `due` has something to do."""
-        self._next_s = self.members.next_due_s()
+        times = [self.members.next_due_s()]
+        if self._meter is not None:
+            times.append(self._evaluation_due_s(self._meter))
+        self._next_s = min([at_s for at_s in times if at_s is not None and at_s < inf], default=None)
         return self._next_s
+
+    def _evaluation_due_s(self, meter: LoadMeter) -> float:
+        """Not before a whole window has been seen."""
+        due_s = self.members.evaluation_due_s
+        return max(due_s, meter.ready_at_s) if due_s is not None and self.circles else inf
 
     def _evaluated(self, meter: LoadMeter, waited_s: Sequence[float], now_s: float) -> list[MembershipEffect]:
         members = self.members

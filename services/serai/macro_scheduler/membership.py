@@ -121,10 +121,8 @@ class Membership:
         return effects
 
     def next_due_s(self) -> float | None:
-        """When `due`, or the next evaluation, has something to do."""
+        """When `due` has something to do."""
         times = [self._ownership.next_due_s(), self._settle_at_s]
-        if self._scaling is not None and self.macros:
-            times.append(self._scaling.due_s)
         return min([at_s for at_s in times if at_s is not None], default=None)
 
     @property

@@ -97,7 +97,9 @@ class Term:
         self._steps: dict[str, InstanceSteps] = {}
         self._heard_epochs: dict[str, int] = {}
         """By session: the highest epoch that it has told."""
-        self._taken: dict[str, asyncio.Event] = {}
+        self._obeying: set[str] = set()
+        """Sessions that have accepted."""
+        self._all_obey = asyncio.Event()
         self._taking: set[str] = set()
         self._owning: dict[str, str] = {}
         """Sessions that are being claimed, and for whom."""
@@ -119,12 +121,12 @@ class Term:
         """Takes the instances, hears what they know, and from then on is asked. Raises BusError."""
         for record in records:
             self.join(record)
-        waits = [event.wait() for event in self._taken.values()]
+        self._note_obedience()
         try:
             async with asyncio.timeout(REBUILD_S):
-                await asyncio.gather(*waits)
+                await self._all_obey.wait()
         except TimeoutError:
-            late = [session for session, event in self._taken.items() if not event.is_set()]
+            late = sorted(self._steps.keys() - self._obeying)
             log.warning("macro.rebuilt_in_part", model=self.model, late=late, effect="they join when they answer")
         self._subscription = await self._bus.subscribe(ADMISSION.of_model(self.model), self.on_admission)
         await self._bus.barrier()
@@ -155,14 +157,13 @@ class Term:
     def join(self, record: SessionRecord) -> None:
         """A session that serves the model."""
         steps = self._steps[record.session] = InstanceSteps(record.metadata)
-        self._taken[record.session] = asyncio.Event()
         self.handle(Joined(record.session, record.metadata.kv_tokens_max, steps.predictor))
         metrics.INSTANCES.labels(self.model).set(len(self._steps))
 
     def leave(self, session: str) -> None:
         """It serves no more, or drains."""
         self._steps.pop(session, None)
-        self._taken.pop(session, None)
+        self._obeying.discard(session)
         self._heard_epochs.pop(session, None)
         self.windows.forget(session)
         self.handle(Gone(session))
@@ -181,10 +182,9 @@ class Term:
     def _note_epoch(self, session: str, epoch: int) -> None:
         self._heard_epochs[session] = max(epoch, self._heard_epochs.get(session, 0))
 
-    @property
-    def _is_ready(self) -> bool:
-        """Some instance obeys us."""
-        return any(event.is_set() for event in self._taken.values())
+    def _note_obedience(self) -> None:
+        if self._obeying >= self._steps.keys():
+            self._all_obey.set()
 
     # -- asks ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Term:
         if problem := ask_problem(ask):
             self._answer(AdmissionAnswer(ask.request_id, Decision.REFUSE, reason=problem), reply, final=True)
             return
-        if not self._is_ready:
+        if not self._obeying:
             self._answer(AdmissionAnswer(ask.request_id, Decision.UNKNOWN), reply, final=True)
             return
         name, tilde, _ = ask.request_id.rpartition("~")
@@ -366,9 +366,10 @@ class Term:
             self._steps[session].hear(state.report)
             self.handle(TookOver(state))
             if state.accepted:
-                self._taken[session].set()
+                self._obeying.add(session)
+                self._note_obedience()
             else:  # It obeys a higher epoch than KV knew of.
-                self._taken[session].clear()
+                self._obeying.discard(session)
                 self._spawn(self._own(session, take.owner))
 
     # -- words ---------------------------------------------------------------------------------------------------
@@ -379,8 +380,7 @@ class Term:
 
     def picture(self) -> list[str]:
         """How the group stands, and its windows."""
-        obeying = sum(event.is_set() for event in self._taken.values())
-        obey = f"{obeying} of {len(self._steps)} instances obey"
+        obey = f"{len(self._obeying)} of {len(self._steps)} instances obey"
         head = f"{self.model}: {obey}, epoch {self.epoch}, {len(self._waiting)} wait"
         names = {session: session[-12:] for session in sorted(self._steps)}
         return [head, *self.group.explain(""), *self.windows.picture(time.monotonic(), names)]
