@@ -37,6 +37,10 @@ class Counts:
         """Places of the model's cells."""
         return self._by_model[model]
 
+    def order(self, model: int, key: Callable[[int], float]) -> None:
+        """Try the model's cells in this order."""
+        self._by_model[model].sort(key=key)
+
     def fits(self, place: int) -> bool:
         """Whether one more of the cell is allowed and finds room."""
         cell = self.problem.cells[place]
@@ -73,6 +77,13 @@ class Counts:
         """Whether the model may not lose another instance."""
         return self.replicas[model] <= self.problem.demands[model].min_replicas
 
+    def short(self) -> int:
+        """Replicas that models lack of their minimum, failure domains aside."""
+        return sum(
+            max(0, demand.min_replicas - replicas)
+            for demand, replicas in zip(self.problem.demands, self.replicas, strict=True)
+        )
+
     def worst(self) -> float:
         """The share of the worst-served model among those that can be served, at most 1."""
         shares = [
@@ -89,11 +100,28 @@ def greedy(problem: Problem, late: Callable[[], bool] = lambda: False) -> Counts
     counts = Counts(problem)
     values = _values(problem)
     for number in range(len(problem.demands)):
-        counts._by_model[number].sort(key=lambda place: -values[place])
+        counts.order(number, lambda place: -values[place])
     _minimums(counts)
     _keep(counts)
     _fill(counts)
     _take_from_the_rich(counts, late)
+    _trim(counts)
+    return counts
+
+
+def rounded(problem: Problem, fractions: Sequence[float], distance: Sequence[float]) -> Counts:
+    """A placement from fractional counts: whole instances first, then as `greedy`, by how far each cell is from being
+    worth it."""
+    counts = Counts(problem)
+    for number in range(len(problem.demands)):
+        counts.order(number, lambda place: distance[place] / problem.cells[place].option.gpus)
+    for place, fraction in enumerate(fractions):
+        for _ in range(int(fraction + 1e-6)):
+            if counts.fits(place):
+                counts.add(place)
+    _minimums(counts)
+    _fill(counts)
+    _take_from_the_rich(counts, lambda: False)
     _trim(counts)
     return counts
 

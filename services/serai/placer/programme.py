@@ -6,7 +6,7 @@ numbers, always rounded to the careful side, so that no plan promises more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -34,11 +34,21 @@ class _Goal:
     """What 1 of the expression is worth in the level's own unit."""
 
 
-class Programme:
-    """One problem's variables and constraints; `improve` takes a level further and holds it for the next."""
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """A level taken further: the counts, what the programme must hold from now on, and the level as told."""
 
-    def __init__(self, problem: Problem, objective: Objective) -> None:
+    counts: list[int]
+    held: int
+    level: Level
+
+
+class Programme:
+    """One problem's variables and constraints, with earlier levels held; `improve` takes a level further."""
+
+    def __init__(self, problem: Problem, objective: Objective, held: Mapping[str, int]) -> None:
         self.problem = problem
+        self._held = held
         self.objective = objective
         self.model = CpModel()
         self.counts = [self.model.new_int_var(0, cell.most, f"n{place}") for place, cell in enumerate(problem.cells)]
@@ -50,6 +60,9 @@ class Programme:
         self._fit_nodes()
         self._limit_models()
         self.short = self._minimum_replicas()
+        for name, value in held.items():
+            goal = self._goal(name)
+            self.model.add(goal.expression >= value if goal.maximise else goal.expression <= value)
 
     # Constraints
 
@@ -233,7 +246,7 @@ class Programme:
         instances, none beyond what it serves."""
         flows: list[LinearExprT] = []
         longest = max((cell.option.latency_s for cell in self.problem.cells), default=1.0) or 1.0
-        share = self._held_worst / SCALE
+        share = self._held.get("worst share", 0) / SCALE
         for number in self._planned:
             weight = self._weights[number]
             own: list[IntVar] = []
@@ -254,8 +267,6 @@ class Programme:
         total = ["total"] if self.objective == "max-min" else []
         return [*(["replicas"] if self.short else []), *(["worst share", *total, *last] if self._planned else ["cost"])]
 
-    _held_worst = 0
-
     def _goal(self, name: str) -> _Goal:
         match name:
             case "replicas":
@@ -268,14 +279,10 @@ class Programme:
                 return _Goal(name, sum(self._served), True, total / SCALE)
             case "latency":
                 longest = max((cell.option.latency_s for cell in self.problem.cells), default=1.0) or 1.0
-                flow = SCALE * max(self._held_worst / SCALE, 1e-12)
+                flow = SCALE * max(self._held.get("worst share", 0) / SCALE, 1e-12)
                 return _Goal(name, self._latency, False, longest / 1e4 / flow)
             case _:
                 return _Goal(name, self._cost, False, self._cost_unit)
-
-    def start_from(self, counts: Sequence[int]) -> None:
-        """Begin the search at a placement that is known to be possible."""
-        self.hint = list(counts)
 
     def _is_ideal(self, name: str) -> bool:
         """Whether the start is as good as anything could be, so that there is nothing to search."""
@@ -289,23 +296,22 @@ class Programme:
             case _:
                 return False
 
-    def _hold_ideal(self, goal: _Goal) -> Level:
-        best = {"replicas": 0, "worst share": WHOLE, "total": sum(map(self._most_served, self._planned))}[goal.name]
-        self.model.add(goal.expression == best)
-        if goal.name == "worst share":
-            self._held_worst = best
-        return Level(goal.name, best * goal.unit, best * goal.unit, True, 0.0)
+    def _ideal(self, name: str) -> int:
+        return {"replicas": 0, "worst share": WHOLE, "total": sum(map(self._most_served, self._planned))}[name]
 
-    def improve(self, name: str, time_s: float, workers: int, gap: float, seed: int) -> Level | None:
-        """Take one level as far as the time goes, hold it from now on, and keep the counts as the next start. None when
-        nothing was found in the time."""
+    def start_from(self, counts: Sequence[int]) -> None:
+        """Begin the search at a placement that is known to be possible."""
+        self.hint = list(counts)
+
+    def improve(self, name: str, time_s: float, workers: int, gap: float, seed: int) -> Improved | None:
+        """Take one level as far as the time goes. None when nothing was found in it."""
         goal = self._goal(name)
         if self._is_ideal(name):
-            return self._hold_ideal(goal)
+            best = self._ideal(name)
+            return Improved(self.hint, best, Level(name, best * goal.unit, best * goal.unit, True, 0.0))
         self.model.clear_objective()  # type: ignore[no-untyped-call]
         (self.model.maximize if goal.maximise else self.model.minimize)(goal.expression)
-        self.model.clear_hints()  # type: ignore[no-untyped-call]
-        for var, value in zip(self.counts, self.hint, strict=False):
+        for var, value in zip(self.counts, self.hint, strict=True):
             self.model.add_hint(var, value)
         for var, follows in self._derived:
             self.model.add_hint(var, follows(self.hint))
@@ -318,13 +324,9 @@ class Programme:
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         value, bound = round(solver.objective_value), solver.best_objective_bound
-        self.model.clear_objective()  # type: ignore[no-untyped-call]
-        self.model.add(goal.expression >= value if goal.maximise else goal.expression <= value)
-        if name == "worst share":
-            self._held_worst = value
-        self.hint = [solver.value(var) for var in self.counts]
         proved = status == cp_model.OPTIMAL and (gap == 0 or abs(bound - value) < 1)
-        return Level(name, value * goal.unit, bound * goal.unit, proved, solver.wall_time)
+        level = Level(name, value * goal.unit, bound * goal.unit, proved, solver.wall_time)
+        return Improved([solver.value(var) for var in self.counts], value, level)
 
 
 def _distinct_at(domains: int, places: Sequence[int], counts: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from serai.placer.demand import ModelDemand
 from serai.placer.fleet import Fleet
-from serai.placer.greedy import greedy
+from serai.placer.greedy import Counts, greedy
 from serai.placer.options import Option
 from serai.placer.packing import pack
 from serai.placer.placement import (
@@ -74,7 +74,7 @@ def solve(
     levels = greedy_levels(problem, placed, first.of, objective)
     status: Status = "greedy"
     if limits.time_s > 0 and _has_solver() and problem.cells:
-        solved = _solve_levels(problem, first.of, limits, objective, watch)
+        solved = _solve_levels(problem, first, limits, objective, watch)
         if solved is not None:
             levels, counts = solved
             placed = pack(problem, counts)
@@ -109,20 +109,18 @@ def _has_solver() -> bool:
 
 
 def _solve_levels(
-    problem: Problem, first: Sequence[int], limits: SolveLimits, objective: Objective, watch: _Watch
+    problem: Problem, first: Counts, limits: SolveLimits, objective: Objective, watch: _Watch
 ) -> tuple[list[Level], list[int]] | None:
     """Level after level, each held for the next. None when not even the first one was found."""
     # Here, since OR-tools takes a second to be read and not everyone has it.
-    from serai.placer.programme import Programme
+    from serai.placer.search import Search
 
-    programme = Programme(problem, objective)
-    programme.start_from(first)
+    search = Search(problem, first, objective, limits)
     levels: list[Level] = []
-    for name in programme.goals():
-        left_s = limits.time_s - watch.spent_s
-        level = programme.improve(name, left_s * TIME_SHARES[name], limits.workers, limits.gap, limits.seed)
+    for name in search.goals:
+        level = search.improve(name, (limits.time_s - watch.spent_s) * TIME_SHARES[name])
         if level is None:
             break
         watch.told_s += level.solve_s
         levels.append(level)
-    return (levels, programme.hint) if levels else None
+    return (levels, search.counts) if levels else None
