@@ -130,10 +130,12 @@ class Candidate:
     def _meet(self, term: Term) -> None:
         """The group has the instances that the registry says serve."""
         records = {record.session: record for record in self._instances(self.model)}
-        for session in term.sessions - records.keys():
+        known = term.sessions
+        for session in [one for one in known if one not in records]:
             term.leave(session)
-        for session in records.keys() - term.sessions:
-            term.join(records[session])
+        for session, record in records.items():
+            if session not in known:
+                term.join(record)
 
     def _on_taken(self, before: GroupLease) -> None:
         self._epoch = next_leader_epoch(max(before.epoch, self._epoch), self._heard_epoch(self.model))

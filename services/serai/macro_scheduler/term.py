@@ -126,7 +126,7 @@ class Term:
             async with asyncio.timeout(REBUILD_S):
                 await self._all_obey.wait()
         except TimeoutError:
-            late = sorted(self._steps.keys() - self._obeying)
+            late = sorted([session for session in self._steps if session not in self._obeying])
             log.warning("macro.rebuilt_in_part", model=self.model, late=late, effect="they join when they answer")
         self._subscription = await self._bus.subscribe(ADMISSION.of_model(self.model), self.on_admission)
         await self._bus.barrier()
@@ -183,7 +183,7 @@ class Term:
         self._heard_epochs[session] = max(epoch, self._heard_epochs.get(session, 0))
 
     def _note_obedience(self) -> None:
-        if self._obeying >= self._steps.keys():
+        if all(session in self._obeying for session in self._steps):
             self._all_obey.set()
 
     # -- asks ----------------------------------------------------------------------------------------------------

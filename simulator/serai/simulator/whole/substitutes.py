@@ -26,7 +26,14 @@ from serai.simulator.whole.virtual_loop import VirtualLoop
 
 T = TypeVar("T")
 
-_ROOMS = ("serai.ingress", "serai.registry", "serai.worker_agent", "serai.engine_emulator", "serai.runtime")
+_ROOMS = (
+    "serai.ingress",
+    "serai.registry",
+    "serai.macro_scheduler",
+    "serai.worker_agent",
+    "serai.engine_emulator",
+    "serai.runtime",
+)
 _ASYNCIO = ("asyncio.taskgroups",)
 """A TaskGroup cancels its tasks in the order of a set."""
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, TypeVar
 
+from serai.contracts.subjects import GROUPS_BUCKET, OWNERS_BUCKET
 from serai.engine_emulator.settings import EmulatorSettings
 from serai.ingress.access import Access
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
+from serai.macro_scheduler.service import MacroScheduler
+from serai.macro_scheduler.settings import MacroSchedulerSettings
 from serai.registry.service import Registry
 from serai.registry.settings import RegistrySettings
 from serai.runtime.bus import BusError
@@ -68,6 +71,9 @@ class Scene:
     tcp_window_bytes: int = 16 * 1024
     window_bytes: int = 64 * 1024
     """Both small, so that a client that does not read holds up its engine within a few hundred tokens."""
+    macro_schedulers: int = 0
+    """With any, ingresses ask them where requests go."""
+    macro: MacroSchedulerSettings = field(default_factory=lambda: MacroSchedulerSettings(slo_ttft_s=2.0, beat_s=0.5))
 
     @property
     def request_limit_s(self) -> float:
@@ -84,7 +90,7 @@ class Node:
         self.lives = 0
         self.stop = asyncio.Event()
         self.bus: SimulatedBus | None = None
-        self.service: Ingress | Registry | NodeAgent | None = None
+        self.service: Ingress | Registry | NodeAgent | MacroScheduler | None = None
         self.engines: EngineHost | None = None
         self.failures: list[str] = []
         self._make = make
@@ -104,6 +110,8 @@ class Node:
     @property
     def replica(self) -> RegistryReplica | None:
         """This node's copy of the registry, if it has one."""
+        if isinstance(self.service, MacroScheduler):
+            return self.service.copy.replica
         return getattr(self.service, "replica", None)
 
     def start(self) -> None:
@@ -181,10 +189,11 @@ class SimulatedSystem:
         self.registry = Node(self, "registry", self._registry)
         self.ingresses = [Node(self, f"ingress-{n}", self._ingress) for n in range(self.scene.ingresses)]
         self.agents = [Node(self, f"agent-{n}", self._agent) for n in range(self.scene.agents)]
+        self.macro_schedulers = [Node(self, f"macro-{n}", self._macro) for n in range(self.scene.macro_schedulers)]
 
     @property
     def nodes(self) -> list[Node]:
-        return [self.registry, *self.ingresses, *self.agents]
+        return [self.registry, *self.macro_schedulers, *self.ingresses, *self.agents]
 
     def start(self) -> None:
         """All nodes, in this order and at once."""
@@ -195,6 +204,7 @@ class SimulatedSystem:
         """All nodes, as an operator would: agents drain first."""
         await asyncio.gather(*[node.terminate() for node in self.agents])
         await asyncio.gather(*[node.terminate() for node in self.ingresses])
+        await asyncio.gather(*[node.terminate() for node in self.macro_schedulers])
         await self.registry.terminate()
 
     def sessions(self, ingress: Node) -> int:
@@ -233,12 +243,21 @@ class SimulatedSystem:
             host="0.0.0.0",
             port=INGRESS_PORT,
             anonymous=True,
+            policy="macro-scheduled" if self.scene.macro_schedulers else "least-loaded",
             request_timeout_s=self.scene.request_timeout_s,
             client_stall_s=self.scene.client_stall_s,
             window_bytes=self.scene.window_bytes,
             shutdown_s=10.0,
         )
         node.service = Ingress(settings, node.bus, Access(None, anonymous=True), _untraced("ingress"))
+        await node.service.run(node.stop)
+
+    async def _macro(self, node: Node) -> None:
+        bus = node.bus = await SimulatedBus.connect(self.nats, "macro-scheduler", name=node.name)
+        settings = replace(self.scene.macro, site=self.scene.site)
+        timeout_s = settings.lease_s / 2
+        groups, owners = (bus.bucket(name, timeout_s=timeout_s) for name in (GROUPS_BUCKET, OWNERS_BUCKET))
+        node.service = MacroScheduler(settings, bus, groups, owners)
         await node.service.run(node.stop)
 
     async def _agent(self, node: Node) -> None:
