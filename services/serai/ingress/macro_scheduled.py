@@ -209,7 +209,8 @@ class AdmissionClient:
         try:
             for at in range(0, max(len(asks), len(withdrawn)), ASKS_PER_MESSAGE_MAX):
                 upto = at + ASKS_PER_MESSAGE_MAX
-                self._bus.publish(model.subject, encode(AdmissionRequest(asks[at:upto], withdrawn[at:upto])), reply)
+                request = encode(AdmissionRequest(asks[at:upto], withdrawn[at:upto]))
+                self._bus.publish(model.subject, request, reply, at_once=True)
         except BusError:
             self._fail_all(model, Outcome.BUS_LOST)
 
