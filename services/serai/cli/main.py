@@ -88,6 +88,11 @@ COMMANDS: Tree = {
         "partition": Command("serai.bench.simulate.partition", "two sites whose link is cut and healed, many seeds"),
         "goodput": Command("serai.bench.simulate.goodput", "the PaDG paper's comparison: rates that each system holds"),
         "never-worse": Command("serai.bench.simulate.never_worse", "our policy beside ordinary serving, cell by cell"),
+        "burst": Command("serai.bench.simulate.burst", "what burstiness costs each policy"),
+        "staleness": Command("serai.bench.simulate.staleness", "what late and lost status costs each policy"),
+        "ablation": Command("serai.bench.simulate.ablation", "what the parts of a policy are worth"),
+        "scaling": Command("serai.bench.simulate.scaling", "goodput by the number of instances"),
+        "traces": Command("serai.bench.simulate.traces", "recorded traffic: what is attained, with how many GPUs"),
         "fleet": Command("serai.bench.simulate.fleet", "ten thousand sessions and a hundred readers, with churn"),
     },
     "bench": {

@@ -208,7 +208,9 @@ def slice_rows(table: GoodputTable) -> list[tuple[str, ...]]:
 
 def paper_table(table: GoodputTable, slices: Sequence[Slice]) -> list[tuple[str, ...]]:
     """The paper's averages beside ours, of its policy and of ours: T1 to T6."""
-    rows = [("EcoServe ÷ baseline, P90", "paper", "its policy here", "difference", "serai here", "of")]
+    rows: list[tuple[str, ...]] = [
+        ("EcoServe ÷ baseline, P90", "paper", "its policy here", "difference", "serai here", "of")
+    ]
     for published in RATIOS:
         here = [where for where in slices if _belongs(where, published)]
         mean, count = average_ratio(table, here, "padg-paper", published.baselines, 0.9)

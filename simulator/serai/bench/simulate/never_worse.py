@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean, stdev
+from typing import Generic, TypeVar
 
 from serai.bench.report import Report, hand_out, say
 from serai.bench.simulate.study.cells import (
@@ -46,26 +47,32 @@ from serai.simulator.reports.drawing import ExtraMissing
 from serai.simulator.reports.study_pictures import histogram
 from serai.simulator.reports.tables import write_table_csv
 
+_T = TypeVar("_T")
 ORDINARY = ("vllm", "sarathi")
 GOAL_POINTS = -1.0
 CELLS, QUICK_CELLS, CELLS_MAX = 360, 24, 20_000
-REQUESTS_MIN, QUICK_REQUESTS_MIN = 800, 200
+REQUESTS_MIN, QUICK_REQUESTS_MIN = 500, 150
 SHOWN = 12
 
 LEVELS = ((1.0, 1.0), (0.6, 0.8), (0.2, 0.5))
 """Of the dataset's targets, TTFT and TPOT: as the paper's sensitivity experiment tightens them."""
 
-AXES: Mapping[str, Sequence[object]] = {
-    "cluster": tuple(CLUSTERS),
-    "model": MODELS,
-    "dataset": tuple(TARGETS),
-    "level": LEVELS,
-    "instances": (1, 2, 4, 8, 11),
-    "overheads": (V0, V1),
-    "cv": (1.0, 1.5, 2.0),
-    "share": (0.15, 0.4, 0.6, 0.75, 0.9, 1.1, 1.4),
+INSTANCES = (1, 2, 4, 8, 11)
+ENGINES = (V0, V1)
+CVS = (1.0, 1.5, 2.0)
+SHARES = (0.15, 0.4, 0.6, 0.75, 0.9, 1.1, 1.4)
+"""Rates, as shares of the slice's reference rate at its full target; above 1 is overload for most systems."""
+AXES = {
+    "cluster": len(CLUSTERS),
+    "model": len(MODELS),
+    "dataset": len(TARGETS),
+    "level": len(LEVELS),
+    "instances": len(INSTANCES),
+    "engine": len(ENGINES),
+    "cv": len(CVS),
+    "rate": len(SHARES),
 }
-"""`share`: rate as a share of the slice's reference rate at its full target; above 1 is overload for most systems."""
+"""How many values each axis has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,35 +122,37 @@ class Gap:
     error_points: float
 
 
+class _Deck(Generic[_T]):
+    """Values dealt like cards: all of them, shuffled, before any comes again."""
+
+    def __init__(self, values: Iterable[_T], random: Random) -> None:
+        self._values = list(values)
+        self._random = random
+        self._hand: list[_T] = []
+
+    def deal(self) -> _T:
+        if not self._hand:
+            self._hand = list(self._values)
+            self._random.shuffle(self._hand)
+        return self._hand.pop()
+
+
 def sample(cells: int, seed: int = 1) -> list[Place]:
-    """The first `cells` of an endless stratified sample. On each axis values are dealt like cards: all of them,
-    shuffled, before any comes again; so each value is equally frequent, in the sample's first part as in the whole."""
+    """The first `cells` of an endless stratified sample: on each axis each value is equally frequent, in its first part
+    as in the whole."""
     random = Random(f"never-worse/{seed}")
-    hands: dict[str, list[object]] = {axis: [] for axis in AXES}
-
-    def dealt(axis: str) -> object:
-        if not hands[axis]:
-            hands[axis] = list(AXES[axis])
-            random.shuffle(hands[axis])
-        return hands[axis].pop()
-
-    return [_place(number, {axis: dealt(axis) for axis in AXES}) for number in range(cells)]
-
-
-def _place(number: int, values: Mapping[str, object]) -> Place:
-    full = TARGETS[str(values["dataset"])]
-    ttft, tpot = values["level"]  # type: ignore[misc]
-    slo = SloTarget(full.ttft_s * ttft, full.tpot_s * tpot)
-    where = Slice(
-        cluster=str(values["cluster"]),
-        model=str(values["model"]),
-        dataset=str(values["dataset"]),
-        slo=slo,
-        instances=values["instances"],  # type: ignore[arg-type]
-        overheads=values["overheads"],  # type: ignore[arg-type]
-    )
-    rate = float(f"{reference_rate_per_s(where) * float(values['share']):.3g}")  # type: ignore[arg-type]
-    return Place(number, where, rate, float(values["cv"]))  # type: ignore[arg-type]
+    clusters, models, datasets = _Deck(CLUSTERS, random), _Deck(MODELS, random), _Deck(TARGETS, random)
+    levels, instances, engines = _Deck(LEVELS, random), _Deck(INSTANCES, random), _Deck(ENGINES, random)
+    cvs, shares = _Deck(CVS, random), _Deck(SHARES, random)
+    found = []
+    for number in range(cells):
+        cluster, model, dataset = clusters.deal(), models.deal(), datasets.deal()
+        full, (ttft, tpot) = TARGETS[dataset], levels.deal()
+        slo = SloTarget(full.ttft_s * ttft, full.tpot_s * tpot)
+        where = Slice(cluster, model, dataset, slo, instances.deal(), engines.deal())
+        rate = reference_rate_per_s(replace(where, slo=full)) * shares.deal()
+        found.append(Place(number, where, float(f"{rate:.3g}"), cvs.deal()))
+    return found
 
 
 def judged(arguments: argparse.Namespace) -> Report:
@@ -171,7 +180,7 @@ def judged(arguments: argparse.Namespace) -> Report:
 def _cell(place: Place, system: str, seed: int, requests: int) -> Cell:
     # Another seed for each cell, so that one odd stretch of arrivals is not in all of them.
     load = Load(place.rate_per_s, 1000 * place.number + seed, place.cv, counted_s=30.0)
-    return Cell(place.where, Candidate(system), long_enough(load, requests, 400.0))
+    return Cell(place.where, Candidate(system), long_enough(load, requests, 240.0))
 
 
 def gap_of(place: Place, attained: Mapping[tuple[int, str, int], float], seeds: Sequence[int], system: str) -> Gap:
@@ -217,8 +226,8 @@ def _report(gaps: Sequence[Gap], arguments: argparse.Namespace, seeds: Sequence[
         "system": system,
         "seeds": list(seeds),
         "sample": "stratified, seed 1: values of each axis dealt like cards",
-        "axes": {axis: len(known) for axis, known in AXES.items()},
-        "of": math.prod(len(known) for known in AXES.values()),
+        "axes": AXES,
+        "of": math.prod(AXES.values()),
     }
     raw = [
         {"cell": gap.place.name, "gap_points": round(gap.points, 3), "error_points": round(gap.error_points, 3)}

@@ -32,7 +32,7 @@ V1 = Overheads(step_s=0.002)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a comparison takes place: cluster, model, lengths, target, number of instances, overheads."""
+    """Where a comparison takes place: cluster, model, lengths (or trace), target, number of instances, overheads."""
 
     cluster: str
     model: str
@@ -45,7 +45,7 @@ class Slice:
     def name(self) -> str:
         """For people: what differs from the paper's set-up is told."""
         words = [self.cluster, self.model, self.dataset]
-        if self.slo != TARGETS[self.dataset]:
+        if self.slo != TARGETS.get(self.dataset, self.slo):
             words.append(f"{self.slo.ttft_s:g} s {self.slo.tpot_s * 1000:g} ms")
         if self.instances != CLUSTERS[self.cluster].instances(self.model):
             words.append(f"N={self.instances}")
@@ -78,15 +78,15 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Load:
     """What arrives. Requests count that arrive in `counted_s`, after `lead_s` and before `tail_s`, in which the same
-    load goes on. `trace` is replayed instead of drawing when it is named; `rate_per_s` then scales it."""
+    load goes on. Where the slice's `dataset` is a trace, it is replayed: the seed is a part of it, and rate and CV are
+    its own."""
 
     rate_per_s: float
     seed: int
     cv: float = 1.0
     counted_s: float = 60.0
-    lead_s: float = 20.0
+    lead_s: float = 15.0
     tail_s: float = 10.0
-    trace: str = ""
 
     @property
     def whole_s(self) -> float:

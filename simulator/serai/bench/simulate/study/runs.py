@@ -22,6 +22,10 @@ from serai.bench.simulate.study.systems import Result, is_macro_scheduled, measu
 _FORMAT = 1
 
 
+class CellFailed(RuntimeError):
+    """A simulation broke: a defect, told with the cell that shows it."""
+
+
 class Job(Protocol):
     """Part of a study that asks for cells until it knows enough."""
 
@@ -76,7 +80,7 @@ class Runs:
                 answered: list[Job] = []
                 for future in done:
                     cell = running.pop(future)
-                    self._keep(cell, future.result())
+                    self._keep(cell, _answer(future, cell))
                     bar.update()
                     answered += self._tell(cell, asking)
                 self._ask(answered, asking, queue, bar)
@@ -135,6 +139,13 @@ class Runs:
         name = f"{_FORMAT}\0{code_digest(is_macro_scheduled(cell.candidate.system))}\0{cell.text()}"
         key = hashlib.sha256(name.encode()).hexdigest()
         return self._cache / key[:2] / f"{key}.json"
+
+
+def _answer(future: Future[Result], cell: Cell) -> Result:
+    try:
+        return future.result()
+    except Exception as error:
+        raise CellFailed(f"a run of {cell.candidate.name} failed: {error!r} in {cell.text()}") from error
 
 
 @contextmanager

@@ -10,7 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 from serai.bench.simulate.study.cells import CONTEXT_TOKENS, Cell, Load, Slice
+from serai.bench.simulate.study.trace_loads import TRACES
+from serai.macro_scheduler import admission
 from serai.macro_scheduler.group import GroupSettings
+from serai.simulator.data_folder import data_folder
 from serai.simulator.fast.cluster import ClusterSettings, simulate
 from serai.simulator.fast.macro_scheduled import MacroScheduled, MacroSettings, ReportPath
 from serai.simulator.fast.paper_clusters import CLUSTERS, PROMPT_TOKENS_MAX
@@ -130,9 +133,16 @@ def prefill_choices(system: str, where: Slice) -> list[int]:
     return [prefill for prefill, _ in ratios(where.instances, per_node, system)]
 
 
+def serai_parts() -> Sequence[str]:
+    """Parts of our policy that can be switched off, one at a time, by the option `without`."""
+    return getattr(admission, "SERAI_PARTS", ())
+
+
 @lru_cache(maxsize=8)
 def arrivals(where: Slice, load: Load) -> Sequence[Arrival]:
     """The same for every system, so they are kept while one slice and rate is looked at."""
+    if where.dataset in TRACES:
+        return list(TRACES[where.dataset].workload(data_folder(), load.seed, load.whole_s))
     gaps: Gaps = PoissonGaps() if load.cv == 1 else GammaGaps(load.cv)
     context = PROMPT_TOKENS_MAX.get(where.model, CONTEXT_TOKENS)
     traffic = Traffic(gaps, steady(load.rate_per_s, load.whole_s), dataset(where.dataset), context_tokens=context)
