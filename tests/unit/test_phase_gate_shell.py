@@ -22,20 +22,19 @@ from serai.worker_agent import desk as desk_module
 from serai.worker_agent import exchange as exchange_module
 from serai.worker_agent import phase_gate_shell as shell_module
 from serai.worker_agent.desk import Desk, DeskLimits
-from serai.worker_agent.engine.phase_socket import EngineStep, PhaseSocket, step_in
+from serai.worker_agent.engine.phase_socket import PhaseSocket, step_in
 from serai.worker_agent.engine_metrics import EngineLoad
+from serai.worker_agent.engine_pulse import EnginePulse, EngineStep
 from serai.worker_agent.outbox import Outbox
 from serai.worker_agent.phase_gate import (
     Ended,
     EngineSays,
-    FirstToken,
     GateEffect,
     GateSettings,
     Offered,
     Position,
     RefuseLease,
     Release,
-    Said,
     Stepped,
     Taken,
     Tick,
@@ -163,8 +162,8 @@ def test_the_gate_holds_and_releases(loop: asyncio.Runner) -> None:
         assert agent.gate.heard_of(Offered) == [Offered("r1", 70, LEASE), Offered("r2", 100, None)]
         assert not agent.pool.posted
         assert (agent.desk.in_flight, agent.desk.held) == (2, 2)
-        agent.gate.next[Tick] = [Release("r1"), Release("r1"), Release("nobody")]
-        agent.shell._look()
+        agent.gate.next[Stepped] = [Release("r1"), Release("r1"), Release("nobody")]
+        agent.shell.look()
         assert len(agent.pool.posted) == 1
         assert agent.desk.held == 1
 
@@ -224,23 +223,26 @@ def test_the_engines_silence_is_no_fault_while_a_request_is_held(loop: asyncio.R
 def test_progress_is_told_when_it_is_looked_at_never_once_a_token(loop: asyncio.Runner, clock: Clock) -> None:
     async def main() -> None:
         agent = Agent()
-        agent.take()
+        agent.take(beat_s=60)
+        agent.shell.look()
+        agent.gate.heard.clear()
         agent.gate.next[Offered] = [Release("r1")]
         agent.request()
         posted = agent.pool.posted[0]
         posted.lend()
         posted.head()
+        clock.advance(0.25)
         for _ in range(5):
             posted.data(b'data: {"choices":[{"text":"a"}]}\n\n')
-        assert agent.gate.heard_of(FirstToken) == [FirstToken("r1")]
-        assert not agent.gate.heard_of(Said)
-        agent.shell._look()
-        assert agent.gate.heard_of(Said) == [Said("r1", 5)]
-        agent.shell._look()
-        assert len(agent.gate.heard_of(Said)) == 1, "nothing new"
+        steps = agent.gate.heard_of(Stepped)
+        assert [(step.first, step.prompt_tokens, step.duration_s) for step in steps] == [(("r1",), 70, 0.25)]
+        agent.shell.look()
+        assert len(agent.gate.heard_of(Stepped)) == 1 + 4, "four tokens after the first"
+        agent.shell.look()
+        assert len(agent.gate.heard_of(Stepped)) == 1 + 4, "nothing new"
         posted.data(b'data: {"choices":[],"usage":{"completion_tokens": 12}}\n\n')
-        agent.shell._look()
-        assert agent.gate.heard_of(Said)[-1] == Said("r1", 12)
+        agent.shell.look()
+        assert len(agent.gate.heard_of(Stepped)) == 1 + 11
         posted.complete()
         assert agent.gate.heard_of(Ended) == [Ended("r1")]
 
@@ -258,7 +260,7 @@ def test_an_error_is_no_first_token(loop: asyncio.Runner) -> None:
         posted.head(400)
         posted.data(b'{"error": {}}')
         posted.complete()
-        assert not agent.gate.heard_of(FirstToken)
+        assert not agent.gate.heard_of(Stepped)
         assert agent.gate.heard_of(Ended)
 
     loop.run(main())
@@ -271,14 +273,18 @@ def test_of_an_answer_in_one_piece_the_first_token_is_predicted(loop: asyncio.Ru
         agent.gate.next[Offered] = [Release("r1"), Release("r2")]
         agent.request("r1", stream=False)
         agent.request("r2", stream=False)
-        agent.shell._look()
-        assert not agent.gate.heard_of(FirstToken)
+
+        def first() -> list[str]:
+            return [key for step in agent.gate.heard_of(Stepped) for key in step.first]
+
+        agent.shell.look()
+        assert not first()
         clock.advance(0.08)  # 70 tokens at 1 ms
-        agent.shell._look()
-        assert agent.gate.heard_of(FirstToken) == [FirstToken("r1")]
+        agent.shell.look()
+        assert first() == ["r1"]
         clock.advance(0.07)  # Its turn came after the other's.
-        agent.shell._look()
-        assert agent.gate.heard_of(FirstToken)[-1] == FirstToken("r2")
+        agent.shell.look()
+        assert first() == ["r1", "r2"]
 
     loop.run(main())
 
@@ -293,10 +299,13 @@ def test_who_was_here_before_the_take_is_told_and_not_posted_again(loop: asyncio
         posted.data(b"data: {}\n\n")
         agent.request("r2")
         agent.take()
-        assert agent.gate.heard[:3] == [Offered("r1", 70), FirstToken("r1"), Offered("r2", 70)]
-        assert isinstance(agent.gate.heard[3], Taken)
-        agent.gate.next[Tick] = [Release("r1"), Release("r2")]
-        agent.shell._look()
+        heard = agent.gate.heard
+        assert (heard[0], heard[1].first, heard[2]) == (Offered("r1", 70), ("r1",), Offered("r2", 70))
+        assert isinstance(heard[3], Taken)
+        assert heard[1].backlog_tokens == 0
+        agent.request("r3")
+        agent.gate.next[Stepped] = [Release("r1"), Release("r2")]
+        agent.shell.look()
         assert len(agent.pool.posted) == 2
 
     loop.run(main())
@@ -322,17 +331,17 @@ def test_reports_come_while_taken_and_end_when_the_owner_is_silent(loop: asyncio
     async def main() -> None:
         agent = Agent()
         agent.take(beat_s=1.0)
-        agent.shell._look()
+        agent.shell.look()
         assert len(agent.reported()) == 1
         agent.gate.heard.clear()
         clock.advance(0.5)
         agent.shell._changed.clear()
         # A tick changes nothing that others need to know, but the stand-in cannot tell.
-        agent.shell._look()
+        agent.shell.look()
         clock.advance(1.6)
         agent.gate.mode = GateMode.PADG
         agent.bus.take()
-        agent.shell._look()
+        agent.shell.look()
         assert agent.gate.heard_of(Taken)[-1].mode is GateMode.ORDINARY
         assert len(agent.reported()) == 1
         assert not agent.shell._taken.is_set()
@@ -379,8 +388,8 @@ def test_what_the_engine_says_of_its_cache_is_passed_on_once(loop: asyncio.Runne
         agent = Agent()
         agent.take()
         agent.reports.load = EngineLoad(kv_tokens_used=100, kv_tokens_free=900)
-        agent.shell._look()
-        agent.shell._look()
+        agent.shell.look()
+        agent.shell.look()
         assert agent.gate.heard_of(EngineSays) == [EngineSays(900, 1000)]
 
     loop.run(main())
@@ -416,7 +425,7 @@ def test_an_engine_that_tells_its_steps_is_told_its_phase(loop: asyncio.Runner) 
             assert (told.kv_tokens_free, told.context_tokens) == (30, 9)
             assert agent.gate.heard_of(EngineSays) == [EngineSays(30, 100)]
             assert agent.gate.predict_s(70) == pytest.approx(0.25)
-            assert not agent.gate.heard_of(Said)
+            assert not agent.gate.heard_of(Tick)
         agent.shell.close()
 
     loop.run(main())
@@ -425,17 +434,16 @@ def test_an_engine_that_tells_its_steps_is_told_its_phase(loop: asyncio.Runner) 
 def test_a_step_whose_word_was_lost_does_not_stop_the_gate(loop: asyncio.Runner, clock: Clock) -> None:
     async def main() -> None:
         agent = Agent()
-        agent.shell._tells_steps = True
         agent.take(beat_s=60)
-        agent.shell._tells_steps = True
+        agent.shell._pulse = EnginePulse(agent.shell._rate, told=True)
         agent.request()
         agent.shell._stepped(EngineStep(0.1, 10, 3, 0, 50, 30, 100))
         assert len(agent.gate.heard_of(Stepped)) == 1
         clock.advance(0.5)
-        agent.shell._look()
+        agent.shell.look()
         assert len(agent.gate.heard_of(Stepped)) == 1
         clock.advance(0.6)
-        agent.shell._look()
+        agent.shell.look()
         assert not agent.gate.heard_of(Stepped)[-1].decoded
         assert len(agent.gate.heard_of(Stepped)) == 2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -22,13 +23,12 @@ from serai.contracts.subjects import INSTANCE, TAKE
 from serai.runtime.bus import Bus, BusDisconnected, Message, Subscription
 from serai.runtime.metrics import Counts
 from serai.worker_agent.desk import Desk
-from serai.worker_agent.engine.phase_socket import MIXED, EngineStep, PhaseSocket
+from serai.worker_agent.engine.phase_socket import MIXED, PhaseSocket
+from serai.worker_agent.engine_pulse import EnginePulse, EngineStep
 from serai.worker_agent.engine_reports import EngineReports
 from serai.worker_agent.exchange import Exchange
 from serai.worker_agent.phase_gate import (
     Ended,
-    EngineSays,
-    FirstToken,
     GateEffect,
     GateEvent,
     GateSettings,
@@ -36,8 +36,6 @@ from serai.worker_agent.phase_gate import (
     PhaseGate,
     RefuseLease,
     Release,
-    Said,
-    Stepped,
     Taken,
     Tick,
     Turn,
@@ -58,8 +56,6 @@ BEAT_S_MAX = 60.0
 ON_ITS_WAY_S = 0.02
 """A request that was posted so short a time ago may not be among what the engine tells of."""
 DIALLED_WITHIN_S = 3.0
-STEP_LOST_S = 1.0
-"""An engine that tells its steps has told none for so long: it is at rest, or its word was lost."""
 
 HELD = Gauge("serai_agent_gate_held", "Requests that the phase gate holds back")
 TAKEN = Gauge("serai_agent_gate_taken", "1 while a macro-scheduler owns this instance")
@@ -76,9 +72,14 @@ class _Request:
     released_at_s: float | None = None
     first_due_s: float = 0.0
     """When its first token is predicted; for answers in one piece, which do not show it."""
-    first_at_s: float | None = None
-    said: int = 0
+    answered: bool = False
+    """Its first token is there."""
     events: int = 0
+    """Of its stream, as of the last look."""
+
+    @property
+    def held(self) -> bool:
+        return self.released_at_s is None
 
 
 class GateShell:
@@ -103,11 +104,11 @@ class GateShell:
         self._desk = desk
         self._reports = reports
         self._load_every_s = load_every_s
-        self._rate = PrefillRate(prefill_s_per_token)
         self._kv_tokens_total = kv_tokens_total
-        self._socket = phases
+        self._phases = phases
+        self._rate = PrefillRate(prefill_s_per_token)
+        self._pulse = EnginePulse(self._rate, told=False)
         self._gate: PhaseGate | None = None
-        self._tells_steps = False
         self._requests: dict[str, _Request] = {}
         self._owner, self._epoch, self._beat_s = "", 0, BEAT_S_MAX
         self._heard_at_s = float("-inf")
@@ -115,18 +116,14 @@ class GateShell:
         self._changed = asyncio.Event()
         self._wake: asyncio.TimerHandle | None = None
         self._reported_at_s = float("-inf")
-        self._told_load: tuple[int, int] | None = None
         self._load_at_s = float("-inf")
-        self._step: EngineStep | None = None
-        self._step_at_s = 0.0
-        self._s_per_output_token = 0.0
         self._drains = False
 
     async def start(self) -> list[Subscription]:
         """Listens to whoever takes the instance, and to the engine's schedulers."""
-        if self._socket is not None:
-            self._socket.open(self._stepped)
-            await self._until_dialled(self._socket)
+        if self._phases is not None:
+            self._phases.open(self._stepped)
+            await self._until_dialled(self._phases)
         return [await self._bus.subscribe(TAKE.of(self._session), self.on_take)]
 
     async def _until_dialled(self, phases: PhaseSocket) -> None:
@@ -144,14 +141,14 @@ class GateShell:
                 tasks.create_task(self._asking_load(self._load_every_s))
             while True:
                 await self._taken.wait()
-                self._look()
+                self.look()
                 await self._pause()
 
     def close(self) -> None:
         """The engine serves by itself from now on."""
         self._detach()
-        if self._socket is not None:
-            self._socket.close()
+        if self._phases is not None:
+            self._phases.close()
 
     # -- who owns us ---------------------------------------------------------------------------------------------
 
@@ -187,14 +184,15 @@ class GateShell:
         """The gate; made when it is first wanted, and told what is here already."""
         if self._gate is not None:
             return self._gate
-        self._tells_steps = self._socket is not None and self._socket.peers == 1
+        told = self._phases is not None and self._phases.peers == 1
         settings = GateSettings(
             session=self._session,
             kv_tokens_total=self._kv_tokens_total,
             waiting_max=self._desk.concurrency_max,
-            tells_steps=self._tells_steps,
+            tells_steps=True,
             ordinary_tokens_max=None,
         )
+        self._pulse = EnginePulse(self._rate, told=told)
         gate = self._gate = PhaseGate(settings, self._rate.predict_s)
         self._desk.gate = self
         for exchange in self._desk.whole():
@@ -205,17 +203,15 @@ class GateShell:
         """One that the engine had before there was a gate."""
         key, request = self._enter(exchange)
         request.released_at_s = exchange.posted_at_s or time.monotonic()
+        self._pulse.released(key, request.tokens, request.released_at_s)
         self._feed(Offered(key, request.tokens, None))
         if exchange.first_data_at_s and exchange.request.stream:
-            request.first_at_s = exchange.first_data_at_s
-            self._feed(FirstToken(key))
+            self._first(key, request, shows=True)
 
     def _lost(self) -> None:
         """The owner has gone: continuous batching, by our own lights."""
         log.warning("take.owner_silent", owner=self._owner, beats=BEATS_MISSED, effect="admits by itself")
-        self._feed(Tick())
-        if self._gate is not None and self._gate.report(time.monotonic()).mode is GateMode.PADG:
-            self._feed(Taken(self._owner, self._epoch, GateMode.ORDINARY, 0.1, BEAT_S_MAX))
+        self._feed(Taken(self._owner, self._epoch, GateMode.ORDINARY, 0.1, BEAT_S_MAX))
         self._report()
         TAKEN.set(0)
         self._taken.clear()
@@ -232,25 +228,25 @@ class GateShell:
         request = self._requests.pop(exchange.gate_key, None)
         if request is None:
             return
-        if request.released_at_s is not None and request.first_at_s is None:
-            self._rate.gone()
+        if not request.held:
+            self._pulse.ended(exchange.gate_key, unanswered=not request.answered)
         self._feed(Ended(exchange.gate_key))
 
     def holds(self, exchange: Exchange) -> bool:
         """Whether the engine has not been given it yet."""
         request = self._requests.get(exchange.gate_key)
-        return request is not None and request.released_at_s is None
+        return request is not None and request.held
 
     @property
     def held(self) -> int:
         """How many it holds back."""
-        return sum(request.released_at_s is None for request in self._requests.values())
+        return sum(request.held for request in self._requests.values())
 
     def drains(self) -> None:
         """Who waits here goes elsewhere: nothing of theirs is lost. Who came without a lease may have nowhere else to
         go, and is let through."""
         self._drains = True
-        waiting = [request for request in self._requests.values() if request.released_at_s is None]
+        waiting = [request for request in self._requests.values() if request.held]
         self._detach()
         for request in waiting:
             if request.exchange.request.lease is None:
@@ -267,8 +263,8 @@ class GateShell:
         HELD.set(0)
         if self._wake is not None:
             self._wake.cancel()
-        if self._socket is not None:
-            self._socket.say(MIXED)
+        if self._phases is not None:
+            self._phases.say(MIXED)
 
     def _enter(self, exchange: Exchange) -> tuple[str, _Request]:
         key = exchange.request.request_id
@@ -278,23 +274,21 @@ class GateShell:
         tokens = lease.prompt_tokens if lease is not None else 0
         request = _Request(exchange, tokens if tokens > 0 else max(1, exchange.body_bytes // BYTES_PER_TOKEN))
         exchange.gate_key = key
-        exchange.on_first = self._said_first
+        exchange.on_first = self._answered
         self._requests[key] = request
         return key, request
 
-    def _said_first(self, exchange: Exchange) -> None:
+    def _answered(self, exchange: Exchange) -> None:
+        """The first bytes of its answer have come. One in one piece comes at its end, and says nothing of when its
+        prefill was done."""
         request = self._requests.get(exchange.gate_key)
-        # An answer in one piece comes at its end, and says nothing of when its prefill was done.
         if request is not None and exchange.status < 400 and exchange.request.stream:
-            self._first(exchange.gate_key, request, time.monotonic())
+            self._first(exchange.gate_key, request, shows=True)
 
-    def _first(self, key: str, request: _Request, now: float) -> None:
-        if request.first_at_s is not None:
-            return
-        request.first_at_s = now
-        if not self._tells_steps:
-            self._rate.first_token(request.tokens, now)
-        self._feed(FirstToken(key))
+    def _first(self, key: str, request: _Request, *, shows: bool) -> None:
+        if not request.answered:
+            request.answered = True
+            self._feed_all(self._pulse.first(key, request.tokens, time.monotonic(), shows=shows))
 
     # -- what the gate says --------------------------------------------------------------------------------------
 
@@ -305,6 +299,10 @@ class GateShell:
             self._obey(effect)
         self._changed.set()
 
+    def _feed_all(self, events: Iterable[GateEvent]) -> None:
+        for event in events:
+            self._feed(event)
+
     def _obey(self, effect: GateEffect) -> None:
         match effect:
             case Release(key):
@@ -314,8 +312,8 @@ class GateShell:
                     REFUSED.of().add()
                     request.exchange.fail(FailureCode.LEASE_REFUSED, why, retry_safe=True)
             case Turn(position, prompt_tokens_max):
-                if self._socket is not None:
-                    self._socket.say(str(position), prompt_tokens_max)
+                if self._phases is not None:
+                    self._phases.say(str(position), prompt_tokens_max)
             case WakeAt(at_s):
                 if self._wake is not None:
                     self._wake.cancel()
@@ -326,14 +324,13 @@ class GateShell:
 
     def _release(self, key: str) -> None:
         request = self._requests.get(key)
-        if request is None or request.released_at_s is not None:
+        if request is None or not request.held:
             return
         now = time.monotonic()
-        request.released_at_s = now
-        before_s = [one.first_due_s for one in self._requests.values() if one.first_at_s is None]
+        before_s = [one.first_due_s for one in self._requests.values() if not one.answered]
         request.first_due_s = max(now, max(before_s, default=now)) + self._rate.predict_s(request.tokens)
-        if not self._tells_steps:
-            self._rate.released(now)
+        request.released_at_s = now
+        self._pulse.released(key, request.tokens, now)
         self._desk.post(request.exchange)
 
     # -- looking, reporting --------------------------------------------------------------------------------------
@@ -341,32 +338,29 @@ class GateShell:
     async def _pause(self) -> None:
         """Until there is something to look at, but no shorter than reports may be apart."""
         await asyncio.sleep(REPORT_EVERY_S)
-        if not self._requests:
-            self._changed.clear()
+        if not self._requests and not self._changed.is_set():
             try:
                 async with asyncio.timeout(min(REPORT_AT_LEAST_EVERY_S, self._beat_s)):
                     await self._changed.wait()
             except TimeoutError:
                 pass
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Tells the gate what has changed, and its owner what the gate says then."""
         now = time.monotonic()
         if now - self._heard_at_s > BEATS_MISSED * self._beat_s:
             self._lost()
             return
         self._tell_load()
-        self._tell_progress(now)
-        if self._tells_steps:
-            self._tell_rest(now)
-        else:
-            self._feed(Tick())
+        self._expect_first_tokens(now)
+        self._feed_all(self._pulse.look(self._said(), now, waits=self.held > 0))
         HELD.set(self.held)
         if self._changed.is_set() or now - self._reported_at_s >= REPORT_AT_LEAST_EVERY_S:
-            self._changed.clear()
             self._report()
 
     def _report(self) -> None:
         if self._gate is not None:
+            self._changed.clear()
             self._reported_at_s = time.monotonic()
             self._publish(INSTANCE.of(self._session), encode(self._gate.report(self._reported_at_s)))
 
@@ -376,44 +370,38 @@ class GateShell:
         except BusDisconnected:
             pass  # Reports may be lost, and a silent instance is asked again.
 
-    def _tell_progress(self, now: float) -> None:
-        """Of streams, what they have said; of answers in one piece, what they should have."""
-        more, streams = 0, 0
+    def _expect_first_tokens(self, now: float) -> None:
+        """Of answers in one piece, which do not show them."""
         for key, request in tuple(self._requests.items()):
+            due = not request.held and not request.answered and now >= request.first_due_s
+            if due and not request.exchange.request.stream:
+                self._first(key, request, shows=False)
+
+    def _said(self) -> dict[str, int]:
+        """Tokens of the streams that have said something since the last look."""
+        said = {}
+        for key, request in self._requests.items():
             exchange = request.exchange
-            if request.first_at_s is None:
-                if not exchange.request.stream and request.released_at_s is not None and now >= request.first_due_s:
-                    self._first(key, request, now)
-                continue
-            if self._tells_steps:
-                continue
-            if not exchange.request.stream:
-                said = 1 + int((now - request.first_at_s) / (self._s_per_output_token or 1.0))
-            elif exchange.events == request.events:
-                continue
-            else:
+            if exchange.events != request.events and request.answered:
                 request.events = exchange.events
-                said = tokens_said(exchange.events, exchange.last_data)
-                more, streams = more + said - request.said, streams + 1
-            if said > request.said:
-                request.said = said
-                self._feed(Said(key, said))
-        if more > 0:
-            each_s = (now - self._reported_at_s) * streams / more
-            share = 0.05 if self._s_per_output_token else 1.0
-            self._s_per_output_token += share * (each_s - self._s_per_output_token)
+                said[key] = tokens_said(exchange.events, exchange.last_data)
+        return said
+
+    # -- what the engine tells -----------------------------------------------------------------------------------
+
+    def _stepped(self, step: EngineStep) -> None:
+        now = time.monotonic()
+        unseen = [
+            request.tokens
+            for request in self._requests.values()
+            if request.released_at_s and not request.answered and now - request.released_at_s < ON_ITS_WAY_S
+        ]
+        self._feed_all(self._pulse.stepped(step, sum(unseen), now))
 
     def _tell_load(self) -> None:
-        """What the engine said last of its KV cache. Steps say it better."""
         load = self._reports.load
-        if self._tells_steps or load.kv_tokens_free is None or self._load_at_s > self._reports.at_s:
-            return
-        self._says(load.kv_tokens_free, load.kv_tokens_max or 0)
-
-    def _says(self, kv_tokens_free: int, kv_tokens_total: int) -> None:
-        if self._told_load != (kv_tokens_free, kv_tokens_total):
-            self._told_load = (kv_tokens_free, kv_tokens_total)
-            self._feed(EngineSays(kv_tokens_free, kv_tokens_total))
+        if load.kv_tokens_free is not None and self._reports.at_s > self._load_at_s:
+            self._feed_all(self._pulse.load(load.kv_tokens_free, load.kv_tokens_max or 0))
 
     async def _asking_load(self, every_s: float) -> None:
         while True:
@@ -421,44 +409,8 @@ class GateShell:
             if self._requests and (load := await self._reports.ask_load()) is not None:
                 self._load_at_s = time.monotonic()
                 if load.kv_tokens_free is not None:
-                    self._says(load.kv_tokens_free, load.kv_tokens_max or 0)
+                    self._feed_all(self._pulse.load(load.kv_tokens_free, load.kv_tokens_max or 0))
             await asyncio.sleep(every_s)
-
-    # -- engines that tell their steps ---------------------------------------------------------------------------
-
-    def _stepped(self, step: EngineStep) -> None:
-        now = time.monotonic()
-        self._step, self._step_at_s = step, now
-        if step.prefill_tokens and not step.decodes:
-            self._rate.measured(step.prefill_tokens, step.step_s)
-        if self._gate is None or not self._tells_steps:
-            return
-        if self._told_load is None or self._told_load[1] != step.kv_tokens_total:
-            self._says(step.kv_tokens_free, step.kv_tokens_total)
-        self._feed_step(step, now)
-
-    def _feed_step(self, step: EngineStep, now: float) -> None:
-        on_their_way = [
-            request.tokens
-            for request in self._requests.values()
-            if request.first_at_s is None and request.released_at_s and now - request.released_at_s < ON_ITS_WAY_S
-        ]
-        self._feed(
-            Stepped(
-                step.step_s,
-                step.decodes > 0,
-                prompt_tokens=step.prefill_tokens,
-                backlog_tokens=step.backlog_tokens + sum(on_their_way),
-                kv_tokens_free=step.kv_tokens_free,
-                context_tokens=step.context_tokens,
-            )
-        )
-
-    def _tell_rest(self, now: float) -> None:
-        """A gate that waits for a step's end would wait for ever if that word was lost."""
-        if self._step is not None and now - self._step_at_s > STEP_LOST_S and self.held:
-            self._step_at_s = now
-            self._feed_step(self._step._replace(step_s=0.0, prefill_tokens=0, decodes=0), now)
 
 
 def _nonsense(take: TakeInstance) -> str:

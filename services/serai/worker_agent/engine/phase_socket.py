@@ -13,10 +13,11 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
 
 import orjson
 import structlog
+
+from serai.worker_agent.engine_pulse import EngineStep
 
 log = structlog.get_logger()
 
@@ -28,22 +29,6 @@ REPEAT_S = 0.5
 PEERS_MAX = 64
 _PACKET_BYTES_MAX = 4096
 _PACKETS_AT_ONCE = 64
-
-
-class EngineStep(NamedTuple):
-    """What a scheduler says of a step that has ended."""
-
-    step_s: float
-    prefill_tokens: int
-    """Of prompts, worked on in it."""
-    decodes: int
-    """Requests that it decoded for."""
-    backlog_tokens: int
-    """Of prompts that are there and not computed yet."""
-    context_tokens: int
-    """In the cache, of the requests that decode."""
-    kv_tokens_free: int
-    kv_tokens_total: int
 
 
 def socket_name(port: int) -> str:
