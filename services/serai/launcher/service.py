@@ -229,7 +229,8 @@ class Launcher:
 
     async def _wake_or(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):  # Not wait_for: it may swallow that we are cancelled.
+                await self._wake.wait()
         except TimeoutError:
             pass
         self._wake.clear()

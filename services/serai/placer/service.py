@@ -62,6 +62,7 @@ DEMAND_BUCKETS = 20
 """A window of usage is looked at in so many spans."""
 REPLAN_S = 60.0
 """A plan that has been under way for so long is made anew, with what it has started so far."""
+HELD_SAID_MAX = 20
 NEWS_PAUSE_S = 1.0
 """After news a plan is made at once, but not more often than this."""
 
@@ -221,7 +222,8 @@ class Placer:
 
     async def _wake_or(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):  # Not wait_for: it may swallow that we are cancelled.
+                await self._wake.wait()
         except TimeoutError:
             pass
         self._wake.clear()
@@ -404,6 +406,8 @@ class Placer:
         shown = plan.generation if plan.changes else self.memory.generation
         self.memory.plan = KeptPlan(shown, state, list(plan.actions), self._words, list(plan.held), decision.note)
         self._carrying = None
+        if plan.held and (before is None or list(plan.held) != before.held):
+            log.info("placer.held", held=list(plan.held)[:HELD_SAID_MAX])
         if plan.changes:
             changes = [f"{one.kind} {one.assignment.model} on {one.pool}" for one in plan.changes]
             log.info("placer.plan", generation=plan.generation, state=str(state), changes=changes, note=decision.note)

@@ -8,6 +8,7 @@ go: nothing that runs depends on it.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import time
@@ -93,7 +94,7 @@ class Pool:
         self._settings = settings
         self._bus = bus
         self._keys = keys
-        self._templates = {name: one for name, one in templates.items() if shutil.which(one.program)}
+        self._templates = {name: one for name, one in templates.items() if _is_there(one)}
         self._gpus = list(gpus)
         self._make_host = make_host
         self._allocation_end = allocation_end
@@ -281,7 +282,8 @@ class Pool:
                 self._tell_session(id, hosted.host)
             self._report()
             try:
-                await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
@@ -333,6 +335,13 @@ class Pool:
             pass  # The next report says it.
         except BusError as error:
             log.warning("pool.not_reported", error=str(error))
+
+
+def _is_there(template: Template) -> bool:
+    """Whether its program can be started here, as far as can be seen."""
+    if template.needs and importlib.util.find_spec(template.needs) is None:
+        return False
+    return shutil.which(template.program) is not None
 
 
 def _changed(before: PoolReport, now: PoolReport) -> bool:

@@ -42,6 +42,8 @@ class Template:
     command: tuple[Word, ...]
     kind: str = "auto"
     """Engine kind; `auto` = by its command."""
+    needs: str = ""
+    """A module of our own Python without which it does not run."""
 
     @property
     def program(self) -> str:
@@ -65,7 +67,7 @@ BUILT_IN: dict[str, Template] = {
         Template(
             "sglang",
             (
-                *("python3", "-m", "sglang.launch_server", "--model-path", "{path}", "--served-model-name", "{model}"),
+                *("sglang", "serve", "--model-path", "{path}", "--served-model-name", "{model}"),
                 *("--tp-size", "{tensor_parallel}", "--pp-size", "{pipeline_parallel}", "--dp-size", "{data_parallel}"),
                 ("--quantization", "{quantization}"),
             ),
@@ -78,6 +80,7 @@ BUILT_IN: dict[str, Template] = {
                 *("--model-file", "{path}", "--alias", "{model}"),
             ),
             "llamacpp",
+            "xllamacpp",
         ),
         Template("emulated", (sys.executable, "-m", "serai.engine_emulator", "--model", "{model}"), "emulated"),
     )
