@@ -21,6 +21,7 @@ ROLES = {
     "registry": "registry",
     "ledger": "ledger",
     "agent": "agent",
+    "macro-scheduler": "macro-scheduler",
     # By which NATS tells the registry whose connection has closed, and which `serai health` and `serai registry` use.
     "system": "registry",
     "tools": "registry",
@@ -31,7 +32,7 @@ ROLES = {
 
 
 def main(base: Path) -> int:
-    """Fills the folders nats, ingress, registry, ledger and agent in `base`."""
+    """Fills the folders nats, ingress, registry, ledger, macro-scheduler and agent in `base`."""
     with tempfile.TemporaryDirectory() as workshop:
         nats = EmbeddedNats(Path(workshop))
         for role in ROLES:

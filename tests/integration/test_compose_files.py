@@ -24,10 +24,10 @@ from serai.worker_agent.settings import AgentSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "compose"
 ALWAYS = {"nats", "registry", "ledger", "ingress", "agent"}
-ON_REQUEST = {"agent-small-model", "keys"}
+ON_REQUEST = {"agent-small-model", "keys", "macro-scheduler"}
 ONCE = {"init", "keys"}
-SERAI = {"registry", "ledger", "ingress", "agent", "agent-small-model"}
-ROLES = ("ingress", "registry", "ledger", "agent")
+SERAI = {"registry", "ledger", "macro-scheduler", "ingress", "agent", "agent-small-model"}
+ROLES = ("ingress", "registry", "ledger", "agent", "macro-scheduler")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_docker_compose_takes_the_files(command: list[str], files: list[str]) -> None:
     if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode:
         pytest.skip(f"{' '.join(command)} is not installed")
-    profiles = ["--profile", "small-model", "--profile", "tools"]
+    profiles = ["--profile", "small-model", "--profile", "tools", "--profile", "padg"]
     flags = [word for file in files for word in ("-f", str(FOLDER / file))]
     environment = os.environ | {"NATS_BIND": "192.0.2.1", "NATS_TLS_FOLDER": "/nowhere"}
     done = subprocess.run([*command, *flags, *profiles, "config", "--services"], capture_output=True, env=environment)
@@ -149,6 +149,7 @@ def test_init_makes_private_files_once(made_by_init: Path) -> None:
         "ingress/ingress.nk",
         "ingress/keys.json",
         "ledger/ledger.nk",
+        "macro-scheduler/macro-scheduler.nk",
         "nats/nats.conf",
         "registry/launcher.nk",
         "registry/registry.nk",
