@@ -173,6 +173,11 @@ class AuthorCode:
         return saved_s >= request.slo_ttft_s * (instances - 1) / instances
 
 
+_PATIENCE = 0.8
+"""Of the TTFT target: while more is left, a request that fits nowhere waits for an instance that turns out better than
+predicted. Then it goes where it costs least, for there the gate knows best whom to leave out."""
+
+
 class Serai:
     """Deadlines with all that is waited for, a low quantile of slack, every lease debited at once."""
 
@@ -188,7 +193,7 @@ class Serai:
         step_s = instance.decode_s()
         cost = finish_s + step_s
         figures = (("finished in", finish_s), ("left", left_s), ("decode step", step_s))
-        if prefill_s > left_s:
+        if finish_s > left_s and (prefill_s > left_s or left_s > _PATIENCE * request.slo_ttft_s):
             return Verdict(instance.session, False, "ttft", figures, cost)
         left = instance.kv_tokens_left()
         if request.ask.prompt_tokens > left:

@@ -73,7 +73,7 @@ __all__ = [
     "Withdrawn",
 ]
 
-_RETRIES = 4
+_RETRIES = 16
 """Waiting asks that are tried again at each report."""
 _REFUSED_MAX = 1000
 
@@ -379,8 +379,6 @@ class Group:
             if answer is not None:
                 self.pending.remove(entry.request.ask.request_id)
                 effects.append(answer)
-            elif self.policy.gated:
-                break
         return effects
 
     def _given_up(self, now_s: float) -> list[GroupEffect]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from enum import Enum
+from heapq import heappop, heappush
 
 from serai.contracts.admission import Lease
 from serai.worker_agent.slack_book import Place
@@ -72,12 +73,20 @@ class GateRequest:
 
 
 class WaitingLine:
-    """Held requests: those with a deadline that can be met by deadline, then the late ones in the order in which they
-    became so."""
+    """Held requests: those with a deadline, and then the late ones in the order in which they became so.
+
+    Those with a deadline go by deadline while all can be met. When not all can, the fewest are postponed: going through
+    them by deadline, whenever one would miss, the longest so far is left out (Moore 1968, who lets the fewest jobs be
+    late). Who is postponed keeps its deadline, and is taken up again when there is time.
+    """
 
     def __init__(self) -> None:
         self._by_deadline: list[tuple[float, int, GateRequest]] = []
+        self._turn: list[GateRequest] = []
+        """In the order of their turn, last first."""
+        self._postponed: list[GateRequest] = []
         self._late: deque[GateRequest] = deque()
+        self._ordered = True
         self.tokens = 0
         """Prompt tokens of those that are not late."""
         self.late_tokens = 0
@@ -90,11 +99,17 @@ class WaitingLine:
         """How many are late."""
         return len(self._late)
 
+    @property
+    def in_time_tokens(self) -> int:
+        """Prompt tokens of those that are neither late nor postponed."""
+        return self.tokens - sum([request.prompt_tokens for request in self._postponed])
+
     def add(self, request: GateRequest) -> None:
         """By its deadline."""
         request.stage = Stage.WAITING
         insort(self._by_deadline, (request.deadline_s, request.number, request))
         self.tokens += request.prompt_tokens
+        self._ordered = False
 
     def add_late(self, request: GateRequest) -> None:
         """At the end."""
@@ -102,7 +117,34 @@ class WaitingLine:
         self._late.append(request)
         self.late_tokens += request.prompt_tokens
 
+    def put_in_order(self, start_s: float, s_per_token: float) -> None:
+        """Whose turn it is when, if work on the first begins at `start_s`."""
+        self._ordered = True
+        self._postponed.clear()
+        kept: list[tuple[int, int, GateRequest]] = []
+        at_s = start_s
+        for _, number, request in self._by_deadline:
+            at_s += request.prompt_tokens * s_per_token
+            heappush(kept, (-request.prompt_tokens, number, request))
+            if at_s > request.deadline_s:
+                tokens, _, longest = heappop(kept)
+                at_s += tokens * s_per_token
+                self._postponed.append(longest)
+        if not self._postponed:
+            self._turn = [request for _, _, request in reversed(self._by_deadline)]
+            return
+        self._postponed.sort(key=_turn, reverse=True)
+        self._turn = sorted([request for _, _, request in kept], key=_turn, reverse=True)
+
     def head(self) -> GateRequest | None:
+        """Whose turn it is; who was postponed, when there is nobody else."""
+        if not self._ordered:
+            self.put_in_order(0.0, 0.0)
+        if self._turn:
+            return self._turn[-1]
+        return self._postponed[-1] if self._postponed else None
+
+    def first(self) -> GateRequest | None:
         """Who has the earliest deadline."""
         return self._by_deadline[0][2] if self._by_deadline else None
 
@@ -115,11 +157,22 @@ class WaitingLine:
         if request.stage is Stage.LATE:
             self._late.remove(request)
             self.late_tokens -= request.prompt_tokens
-        else:
-            del self._by_deadline[bisect_left(self._by_deadline, (request.deadline_s, request.number))]
-            self.tokens -= request.prompt_tokens
+            return
+        del self._by_deadline[bisect_left(self._by_deadline, (request.deadline_s, request.number))]
+        self.tokens -= request.prompt_tokens
+        for line in (self._turn, self._postponed):
+            if line and line[-1] is request:
+                line.pop()
+                return
+            if request in line:
+                line.remove(request)
+                return
 
     def ahead_of(self, deadline_s: float) -> int:
         """Prompt tokens of those with an earlier deadline. Touches each of them."""
         place = bisect_left(self._by_deadline, (deadline_s, -1))
         return sum([request.prompt_tokens for _, _, request in self._by_deadline[:place]])
+
+
+def _turn(request: GateRequest) -> tuple[float, int]:
+    return request.deadline_s, request.number

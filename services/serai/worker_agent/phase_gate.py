@@ -204,6 +204,11 @@ class PhaseGate:
     def _by_number(self) -> dict[int, GateRequest]:
         return {request.number: request for request in self._requests.values()}
 
+    @property
+    def obeyed(self) -> tuple[str, int]:
+        """Its owner and the epoch; empty and 0 for none."""
+        return self._owner, self._epoch
+
     def obeys(self, owner: str, epoch: int) -> bool:
         """Whether it would: the highest epoch counts, and of one epoch the first owner."""
         return epoch > self._epoch or (epoch == self._epoch and owner == self._owner)
@@ -363,13 +368,15 @@ class PhaseGate:
     def _set_aside(self, now_s: float) -> None:
         """Who cannot meet its deadline any more makes room for those who can."""
         line, times = self._waiting, self._times
-        while (head := line.head()) is not None:
-            window_s = min(times.prefill_s(line.tokens), 0.1 * (head.deadline_s - head.offered_s))
-            if now_s + max(times.prefill_s(head.prompt_tokens), window_s) + times.decode_s <= head.deadline_s:
-                return
-            line.remove(head)
-            head.slo_tpot_s = 0.0
-            line.add_late(head)
+        while (first := line.first()) is not None:
+            if now_s + times.prefill_s(first.prompt_tokens) + times.decode_s <= first.deadline_s:
+                break
+            line.remove(first)
+            first.slo_tpot_s = 0.0
+            line.add_late(first)
+        if first is not None:
+            s_per_token = times.s_per_token / max(0.1, 1.0 - times.decode_s / self._settings.slo_tpot_s)
+            line.put_in_order(now_s + times.decode_s + self._backlog_tokens * s_per_token, s_per_token)
 
     def _chosen(self, now_s: float) -> Choice:
         line = self._waiting
@@ -397,7 +404,7 @@ class PhaseGate:
             slo_tpot_s=self._settings.slo_tpot_s,
             entering=len(self._entering),
             entering_deadline_s=entering_s,
-            harm=self._harm(),
+            harm=self._harm,
         )
         return choose(at, self._times, self._rule)
 
@@ -413,12 +420,13 @@ class PhaseGate:
         zero_s = book.low_zero_s(lost + int(self._low_share * (book.count - lost)))
         return (inf if zero_s is None else zero_s - now_s), book.count
 
-    def _harm(self) -> float:
-        """Targets lost, expected, by a second of stall for streams without slack: each has as long to make up for it
-        as it goes on, and does so at the rate by which decoding is faster than its target."""
-        slo_s = self._settings.slo_tpot_s
+    def _harm(self, stall_s: float) -> float:
+        """Targets lost, expected, by a stall: who is left without slack makes up for it as fast as decoding is faster
+        than its target, and misses if it ends before."""
+        slo_s, now_s = self._settings.slo_tpot_s, self._now_s
         gain = max(0.1, 1.0 - self._times.decode_s / slo_s)
-        return self._fresh.count / (self._output_tokens * slo_s * gain)
+        deficit_s = self._fresh.deficit_s(now_s + stall_s) - self._fresh.deficit_s(now_s)
+        return deficit_s / (gain * slo_s * self._output_tokens)
 
     def _let_out(self, tokens: int, effects: list[GateEffect]) -> None:
         """Release requests until the engine has `tokens` to work on."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _GRID_TOKENS = 32
+_WORTH_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024)
+_WORTH_COST = 1.1
 _SHARE = 0.2
 """Of the newest measurement in the running means."""
 
@@ -21,6 +23,18 @@ class StepTimes:
         self.saved_s = 0.0
         """What a step saves that prefills and decodes at once, against two; below 0: it costs more."""
         self._measured_decode = False
+        self._worth = (0, 0)
+        """`worth_tokens` as of so many thousandths of a second of `saved_s`."""
+
+    def worth_tokens(self) -> int:
+        """From how many prompt tokens on a step beside decoding costs each of them little more than it ever can: what
+        such a step costs beside them is spread over enough."""
+        saved_ms = round(self.saved_s * 1000) + 1
+        if self._worth[1] != saved_ms:
+            costs = {tokens: (self.prefill_s(tokens) - self.saved_s) / tokens for tokens in _WORTH_TOKENS}
+            most = _WORTH_COST * max(0.0, min(costs.values()))
+            self._worth = (min([tokens for tokens in costs if costs[tokens] <= most], default=1), saved_ms)
+        return self._worth[0]
 
     def prefill_s(self, tokens: int) -> float:
         """One prefill step over `tokens`; more than a step's worth is predicted as one long step."""
@@ -31,6 +45,11 @@ class StepTimes:
         if found is None:
             found = self._known[grid] = self._predict_s(grid * _GRID_TOKENS)
         return found
+
+    @property
+    def s_per_token(self) -> float:
+        """What a prompt token adds to a step beside decoding, in steps that are long enough."""
+        return (self.prefill_s(1024) - self.saved_s) / 1024
 
     def mixed_s(self, tokens: int) -> float:
         """One step that prefills `tokens` and decodes."""

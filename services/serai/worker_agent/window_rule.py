@@ -14,6 +14,7 @@ are there, a mixed step may last S, but a prefill step still `low`. That is what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -28,8 +29,8 @@ class WindowSettings:
 
     margin_s: float = 0.005
     """Of slack that is never spent: what a prediction may be wrong by."""
-    least_s: float = 0.08
-    """A step that works on prompts while others wait works on this much at least, unless a deadline is near."""
+    harm_max: float = 1.0
+    """Expected misses of TPOT targets that a met TTFT target is worth."""
     step_tokens_max: int = 8192
 
 
@@ -51,8 +52,8 @@ class Situation(NamedTuple):
     entering: int
     """Who has its first token and no decode step."""
     entering_deadline_s: float
-    harm: float = 0.0
-    """How many targets a second of stall costs, expected."""
+    harm: Callable[[float], float] = lambda stall_s: 0.0
+    """How many targets a stall of so many seconds costs, expected."""
 
 
 class Choice(NamedTuple):
@@ -70,14 +71,14 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
         return Choice(Position.PREFILL, _until(at, times, most), "nobody decodes")
     mixed = _mixed_tokens(at, times, rule, most)
     alone = _alone_tokens(at, times, rule, most)
-    enough = times.tokens_within(max(rule.least_s, times.prefill_s(1) * 1.2), most) or most
+    enough = min(most, times.worth_tokens())
     if mixed >= enough and mixed >= alone:
         return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
     if alone >= enough:
         return Choice(Position.PREFILL, alone, "slack allows a window")
     if mixed >= enough:
         return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
-    urgent = _urgent_tokens(at, times, most)
+    urgent = _urgent_tokens(at, times, rule, most)
     if urgent:
         return urgent
     return Choice(Position.DECODE, 0, "slack is too little")
@@ -102,14 +103,13 @@ def _until(at: Situation, times: StepTimes, most: int) -> int:
     return max(within, min(at.head_tokens, most))
 
 
-def _urgent_tokens(at: Situation, times: StepTimes, most: int) -> Choice | None:
+def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: int) -> Choice | None:
     """The earliest deadline would be missed by waiting for one more decode step: it goes first, if less is lost by it
     than by its miss."""
     head = min(at.head_tokens, most)
     takes_s = times.prefill_s(head)
     if at.now_s + takes_s + 2 * times.decode_s < at.deadline_s:
         return None
-    stall_s = times.mixed_s(head) - at.slo_tpot_s - max(at.low_s, -takes_s)
-    if stall_s * at.harm > 1.0:
+    if at.harm(times.mixed_s(head) - at.slo_tpot_s) > rule.harm_max:
         return None
     return Choice(Position.MIXED, head, "its deadline is near")
