@@ -20,6 +20,7 @@ from serai.macro_scheduler.scaling import (
 )
 
 CALM = Load(slo_ttft_s=5.0, instances=8, requests=100, ttft_mean_s=1.0, ttft_slow_share=0.02, utilisation=0.8)
+MEAN_TTFT = "mean TTFT 9.00 s > 5 s (Eq. 1)"
 IDLE = replace(CALM, utilisation=0.4)
 
 
@@ -75,6 +76,18 @@ def test_several_at_once_when_so_many_are_missing() -> None:
     assert _first(heavy, step_max=8).scale == _scale(4, "utilised 1.30 > 0.9")
     assert _first(heavy, step_max=3).scale == _scale(3, "utilised 1.30 > 0.9")
     assert _first(replace(heavy, starting=3), step_max=8).scale == _scale(1, "utilised 1.30 > 0.9")
+    assert _first(replace(heavy, ttft_mean_s=9.0), trigger=Trigger.PAPER).scale == _scale(1, MEAN_TTFT)
+
+
+def test_more_are_asked_for_while_others_start_when_those_will_not_do() -> None:
+    scaling = Scaling(ScalingSettings())
+    assert scaling.evaluate(replace(CALM, utilisation=1.0), 0.0) is not None
+    word = scaling.evaluate(replace(CALM, utilisation=1.0, starting=1), 5.0)
+    assert word is not None
+    assert word.scale is None, "the one that starts will do"
+    word = scaling.evaluate(replace(CALM, utilisation=1.3, starting=1), 10.0)
+    assert word is not None
+    assert word.scale == _scale(3, "utilised 1.30 > 0.9")
 
 
 def _scale(change: int, why: str) -> object:

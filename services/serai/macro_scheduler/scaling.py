@@ -10,7 +10,8 @@ Two rules, by name:
   a request must be 150 tokens ahead.
 
 Both look every 5 s at the last 30 s. After a change nothing is asked for until an instance could have started, since
-what is seen until then is the same shortage. The utilisation of an instance is what PaDG's windows are made of: the
+what is seen until then is the same shortage; but `serai` asks for as many as the utilisation says are missing, up to
+four at once, and for more of them while others start. The utilisation of an instance is what PaDG's windows are made of: the
 share of time that prefills take, and the share that decoding must have lest TPOT is missed, step time ÷ S_TPOT; or the
 share of its KV cache that is in use, if that is more.
 """
@@ -57,8 +58,8 @@ class ScalingSettings:
     utilisation_low: float = 0.75
     """Of those that would stay."""
     calm_windows: int = 3
-    step_max: int = 1
-    """So many are asked for at once at most."""
+    step_max: int = 4
+    """So many are asked for at once at most; `paper` asks for one."""
     drain_s: float = 60.0
     """What a session that is taken away may still take to end its requests."""
     sleeps: bool = False
@@ -193,26 +194,27 @@ class Scaling:
 
     def _word(self, load: Load, now_s: float) -> Word:
         short = _reasons_to_grow(load, self.settings)
+        missing = self._missing(load) if short else 0
         cooling_s = self._changed_at_s + self.settings.start_s - now_s
-        if cooling_s > 0:
+        if cooling_s > 0 and missing < 1:
             return Word(None, (f"an instance could not have started yet: looks again in {cooling_s:.0f} s", *short))
         if short:
-            return self._grow(load, short)
+            return self._grow(load, short, max(1, missing))
         return self._shrink(load, now_s)
 
-    def _grow(self, load: Load, reasons: tuple[str, ...]) -> Word:
+    def _grow(self, load: Load, reasons: tuple[str, ...], wanted: int) -> Word:
         room = self.settings.instances_max - load.instances - load.starting
         if room <= 0:
             return Word(None, (*reasons, f"but {self.settings.instances_max} instances are the most allowed"))
-        change = min(room, self._missing(load))
+        change = min(room, wanted, self.settings.step_max)
         return Word(Scale(change, "; ".join(reasons)), reasons)
 
     def _missing(self, load: Load) -> int:
-        """So many more would bring the utilisation down to the high mark: 1 at least, `step_max` at most."""
-        if self.settings.step_max == 1 or not math.isfinite(load.utilisation):
-            return 1
-        wanted = math.ceil(load.instances * load.utilisation / self.settings.utilisation_high)
-        return max(1, min(self.settings.step_max, wanted - load.instances - load.starting))
+        """So many more, beside those that start, would bring the utilisation down to the high mark."""
+        if self.settings.trigger is Trigger.PAPER or not math.isfinite(load.utilisation):
+            return 0
+        wanted = math.ceil(load.instances * load.utilisation / self.settings.utilisation_high - 1e-9)
+        return wanted - load.instances - load.starting
 
     def _shrink(self, load: Load, now_s: float) -> Word:
         settings = self.settings
