@@ -88,11 +88,12 @@ def drained_s(drain: Drain, share: float = 1.0) -> float:
         prefix_cache=False,
     )
     dispatch = Routed(RoundRobin, [0], queue_limit=CLIENT_CONNECTIONS)
-    run = simulate([InstanceSpec(model, settings)], _queue(work, share), dispatch, ClusterSettings(keep_phases=False))
+    run = simulate([InstanceSpec(model, settings)], queue(work, share), dispatch, ClusterSettings(keep_phases=False))
     return run.duration_ns / NS / share
 
 
-def _queue(work: Workload300s, share: float) -> Workload:
+def queue(work: Workload300s, share: float) -> Workload:
+    """The workload's arrivals; with `share` below 1 for that much less than 300 s."""
     return workload_from_fields(
         {
             "seed": 0,
