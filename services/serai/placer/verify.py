@@ -28,7 +28,7 @@ def violations(
     rules: Rules | None = None,
     cards: Mapping[str, ModelCard] | None = None,
 ) -> list[str]:
-    """Everything that is wrong with `placement`. With `cards`, weights are counted again from the models' dimensions."""
+    """Everything that is wrong with `placement`. With `cards`, weights are counted again from dimensions."""
     rules = rules or Rules()
     found = [
         *_gpus(fleet, placement.placed),
@@ -106,9 +106,9 @@ def _models(fleet: Fleet, demands: Sequence[ModelDemand], placement: Placement) 
     for demand in demands:
         own = [instance for instance in placement.placed if instance.option.model == demand.model]
         at = {name for instance in own for name, _ in instance.nodes if name in nodes}
-        for name in at:
-            if demand.providers_allowed and nodes[name].provider not in demand.providers_allowed:
-                found.append(f"{demand.model} is at {nodes[name].provider}, which is not allowed")
+        at_providers = {nodes[name].provider for name in at} if demand.providers_allowed else set()
+        forbidden = at_providers - set(demand.providers_allowed)
+        found += [f"{demand.model} is at {name}, which is not allowed" for name in sorted(forbidden)]
         if demand.max_replicas is not None and len(own) > demand.max_replicas:
             found.append(f"{demand.model} has {len(own)} replicas, at most {demand.max_replicas} are allowed")
         domains = {nodes[name].failure_domain or name for name in at}
