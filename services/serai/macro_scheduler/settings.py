@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serai.macro_scheduler.group import GroupSettings
+from serai.macro_scheduler.mitosis import Bounds
+from serai.macro_scheduler.scaling import ScalingSettings
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
@@ -26,6 +28,9 @@ class MacroSchedulerSettings(ConnectionSettings):
         2.0, "another one takes over when this one has been silent for so long, in seconds", env="SERAI_MACRO_LEASE_S"
     )
     beat_s: float = setting(0.5, "how often instances are told whom they obey; after two without, they admit alone")
+    instances_lower: int = setting(6, "N_l: a new macro-instance starts with so many instances")
+    instances_upper: int = setting(11, "N_u: a macro-instance has no more; the next one splits it")
+    scaling: bool = setting(False, "say when a model needs an instance more or less, and drain those it does not need")
     pending_max: int = setting(2000, "requests of a model that wait for a place at most; more are refused")
 
     def __post_init__(self) -> None:
@@ -43,11 +48,15 @@ class MacroSchedulerSettings(ConnectionSettings):
         for flag, seconds in (("--slo-ttft-s", self.slo_ttft_s), ("--slo-tpot-s", self.slo_tpot_s)):
             if seconds <= 0:
                 raise ValueError(f"{flag} {seconds:g}: must be above 0")
+        try:
+            Bounds(self.instances_lower, self.instances_upper)
+        except ValueError as error:
+            raise ValueError(f"--instances-lower, --instances-upper: {error}") from error
         if not self.models:
             raise ValueError("--models: name at least one pattern; * is all")
 
     def group(self, owner: str) -> GroupSettings:
-        """Of one model's group, whose first macro-instance is called `owner`."""
+        """Of one model's group; `owner` names this leader and its term."""
         return GroupSettings(
             policy=self.admission,
             slo_ttft_s=self.slo_ttft_s,
@@ -56,4 +65,6 @@ class MacroSchedulerSettings(ConnectionSettings):
             beat_s=self.beat_s,
             pending_max=self.pending_max,
             owner=owner,
+            bounds=Bounds(self.instances_lower, self.instances_upper),
+            scaling=ScalingSettings() if self.scaling else None,
         )
