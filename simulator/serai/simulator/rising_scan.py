@@ -46,11 +46,6 @@ class RisingScan:
         self._grid_left = list(plan.rates)
         self._rounds_left = plan.rounds
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is asked and nothing is left to ask."""
-        return self._waiting == 0 and not self._next()
-
     def wanted(self) -> list[Ask]:
         """What to run now: asked once, so whoever takes it must answer. Empty while answers are awaited, and at the
         end."""

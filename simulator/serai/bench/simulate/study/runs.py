@@ -7,19 +7,22 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from serai.bench.report import say
 from serai.bench.simulate.study.cells import Cell
 from serai.bench.simulate.study.code_digest import code_digest
 from serai.bench.simulate.study.systems import Result, is_macro_scheduled, measured
 
 _FORMAT = 1
+SAY_EACH_S = 30.0
 
 
 class CellFailed(RuntimeError):
@@ -148,8 +151,24 @@ def _answer(future: Future[Result], cell: Cell) -> Result:
         raise CellFailed(f"a run of {cell.candidate.name} failed: {error!r} in {cell.text()}") from error
 
 
+class _Here:
+    """Runs cells in this process, one by one: for small studies, and tests."""
+
+    def submit(self, run: Callable[[Cell], Result], cell: Cell) -> Future[Result]:
+        """Run it now."""
+        future: Future[Result] = Future()
+        try:
+            future.set_result(run(cell))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 @contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor | _Here]:
+    if workers == 1:
+        yield _Here()
+        return
     # Fresh processes: what was imported here (a progress bar's threads, say) does not go along.
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     try:
@@ -158,25 +177,35 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-class _NoBar:
-    """Where a bar would only fill a log."""
+class _Lines:
+    """Progress where there is no terminal: a line now and then."""
 
-    total = 0
+    def __init__(self) -> None:
+        self.total = 0
+        self._done = 0
+        self._said_at_s = time.monotonic()
 
     def update(self) -> None:
-        """Nothing to show."""
+        """One run more."""
+        self._done += 1
+        if time.monotonic() - self._said_at_s > SAY_EACH_S:
+            self._said_at_s = time.monotonic()
+            say(f"{self._done:,} of {self.total:,} runs known so far")
 
 
 @contextmanager
 def _progress(label: str) -> Iterator[Any]:
-    """A bar on standard error, or nothing where that is no terminal."""
-    if not sys.stderr.isatty():
-        yield _NoBar()
-        return
+    """A bar on standard error, or lines where that is no terminal."""
+    bar: Any = _Lines()
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ModuleNotFoundError:
+            pass
+        else:
+            bar = tqdm(total=0, unit="run", desc=label, file=sys.stderr, dynamic_ncols=True)
     try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        yield _NoBar()
-        return
-    with tqdm(total=0, unit="run", desc=label, file=sys.stderr, dynamic_ncols=True) as bar:
         yield bar
+    finally:
+        if not isinstance(bar, _Lines):
+            bar.close()
