@@ -36,24 +36,7 @@ from serai.worker_agent.engine.process import free_port
 _PATH = "/v1/chat/completions"
 _START_S = 1200.0
 _DRAIN_S = 120.0
-_WORDS = [
-    "caravan",
-    "desert",
-    "inn",
-    "road",
-    "well",
-    "market",
-    "camel",
-    "night",
-    "star",
-    "gate",
-    "river",
-    "salt",
-    "silk",
-    "spice",
-    "tower",
-    "wind",
-]
+_WORDS = ("caravan", "desert", "inn", "road", "well", "market", "camel", "night", "star", "gate", "river", "salt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
