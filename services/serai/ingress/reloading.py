@@ -46,7 +46,8 @@ class Reloading:
         """Until cancelled."""
         while True:
             try:
-                await asyncio.wait_for(self._wanted.wait(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):  # Not wait_for: it may swallow that we are cancelled.
+                    await self._wanted.wait()
             except TimeoutError:
                 pass
             self._wanted.clear()
