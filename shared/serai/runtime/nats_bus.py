@@ -81,9 +81,14 @@ class _FastParser(Parser):  # type: ignore[misc]
     expressions, no copies but the payload's. Everything else goes the long way."""
 
     async def parse(self, data: bytes = b"") -> None:
+        position = self.take(data)
+        if position < len(data):
+            await super().parse(data[position:] if position else data)
+
+    def take(self, data: bytes) -> int:
+        """Hands out the whole messages that `data` begins with; how many bytes they were."""
         if self.buf or self.state != AWAITING_CONTROL_LINE:  # In the middle of something.
-            await super().parse(data)
-            return
+            return 0
         position, direct = 0, self.nc.direct
         while data.startswith(b"MSG ", position):
             line_end = data.find(b"\r\n", position)
@@ -97,8 +102,7 @@ class _FastParser(Parser):  # type: ignore[misc]
                 break
             handler(words[0].decode(), data[start:end], words[2].decode() if len(words) == 4 else "", False)
             position = end + 2
-        if position < len(data):
-            await super().parse(data[position:] if position else data)
+        return position
 
 
 class _DirectClient(Client):  # type: ignore[misc]
@@ -130,6 +134,9 @@ class _DirectClient(Client):  # type: ignore[misc]
 
     async def _read_loop(self) -> None:
         """nats-py's loop ends on an error it does not know, and leaves a connection that looks alive and is deaf."""
+        reader = getattr(self._transport, "_io_reader", None)  # Not over WebSockets.
+        if reader is not None:
+            _take_at_once(reader, self._ps)
         await super()._read_loop()
         task = asyncio.current_task()
         if self.is_connected and not (task and task.cancelling()):
@@ -180,6 +187,29 @@ class _DirectClient(Client):  # type: ignore[misc]
             return
         no_responders = headers is not None and not data and headers.startswith(b"NATS/1.0 503")
         handler(subject.decode(), data, reply.decode(), no_responders)
+
+
+def _take_at_once(reader: Any, parser: _FastParser) -> None:
+    """Whole messages are handed out the moment they come, while the read loop waits for them: waking it costs each of
+    them a turn of the event loop. What it has not read yet, and all that is not simple, stays its own."""
+    feed = reader.feed_data
+
+    def feed_data(data: bytes) -> None:
+        if not reader._buffer:
+            try:
+                taken = parser.take(data)
+            except Exception as error:  # As in the read loop: the connection is made anew.
+                log.exception("nats.unreadable")
+                failure = nats.errors.ProtocolError()
+                failure.__cause__ = error
+                reader.set_exception(failure)
+                return
+            if taken == len(data):
+                return
+            data = data[taken:]
+        feed(data)
+
+    reader.feed_data = feed_data
 
 
 class NatsBus:
