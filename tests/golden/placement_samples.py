@@ -45,6 +45,7 @@ MESSAGES: list[object] = [
         interval_s=1.5,
         site="alps",
         provider="cscs",
+        allocation="slurm-4711",
         host="nid1",
         failure_domain="rack-7",
         gpu="NVIDIA GH200 120GB",

@@ -33,6 +33,7 @@ from serai.contracts.subjects import (
     INFERENCE,
     INSTANCE,
     LAUNCHER_EXPLAIN,
+    LAUNCHER_SCALE,
     LAUNCHER_WAKE,
     LAUNCHERS_BUCKET,
     LIMITS,
@@ -132,12 +133,15 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # Starts successors, and asks those whose time is up to end.
     "launcher": (
         [*_READ_REGISTRY, ENDED.every, DRAIN.every, *_LAUNCHERS, "_INBOX_tools.>", "_INBOX_placer.>"],
-        [*_HEAR_REGISTRY, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, "_INBOX_launcher.>"],
+        [
+            *[*_HEAR_REGISTRY, POOL.every, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, LAUNCHER_SCALE.every],
+            "_INBOX_launcher.>",
+        ],
     ),
     # Says which engine runs where; it sees no request.
     "placer": (
         [
-            *[*_READ_REGISTRY, ASSIGN.every, USAGE_DEMAND.every, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every],
+            *[*_READ_REGISTRY, ASSIGN.every, USAGE_DEMAND.every, LAUNCHER_SCALE.every],
             *[*_PLACEMENT, "_INBOX_tools.>"],
         ],
         [*_HEAR_REGISTRY, POOL.every, PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every, "_INBOX_placer.>"],

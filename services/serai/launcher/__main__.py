@@ -15,8 +15,10 @@ from serai.contracts.subjects import (
     ENDED,
     INFERENCE,
     LAUNCHER_EXPLAIN,
+    LAUNCHER_SCALE,
     LAUNCHER_WAKE,
     LAUNCHERS_BUCKET,
+    POOL,
     SESSION,
     STATUS,
 )
@@ -77,13 +79,13 @@ def _launcher(bus: NatsBus, settings: LauncherSettings, site: Site, deployments:
 
 
 async def _self_test(bus: NatsBus, settings: LauncherSettings) -> None:
-    own = [subject.of_site(settings.site) for subject in (LAUNCHER_EXPLAIN, LAUNCHER_WAKE)]
+    own = [subject.of_site(settings.site) for subject in (LAUNCHER_EXPLAIN, LAUNCHER_WAKE, LAUNCHER_SCALE)]
     await bus.self_test(
         must_publish=[
             *["_INBOX_tools.self-test", DRAIN.every, ENDED.of_site(settings.site)],
             *[f"$KV.{LAUNCHERS_BUCKET}.*", f"$JS.API.STREAM.MSG.GET.KV_{LAUNCHERS_BUCKET}"],
         ],
-        must_subscribe=[SESSION.every, STATUS.every, BEAT.of_site(settings.site), DISCONNECTED.every, *own],
+        must_subscribe=[SESSION.every, STATUS.every, BEAT.of_site(settings.site), DISCONNECTED.every, POOL.every, *own],
         must_not_subscribe=[INFERENCE.every, "_INBOX_ingress.>"],
     )
 

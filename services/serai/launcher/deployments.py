@@ -21,6 +21,8 @@ class Deployment:
     name: str
     model: str
     count: int = 1
+    scale_to: int = 0
+    """It may be asked for so many at most, in place of `count`; 0 = it may not be asked."""
     time_limit_s: float = 8 * 3600.0
     queue_wait_s: float = 600.0
     """What a job waits, until it is known better."""

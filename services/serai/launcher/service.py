@@ -16,15 +16,17 @@ import structlog
 
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
-from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, SlotWord, WakeRequest
+from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, ScaleRequest, SlotWord, WakeRequest
+from serai.contracts.placement import PoolReport
 from serai.contracts.registry import AllocationEnded
-from serai.contracts.subjects import DRAIN, ENDED, LAUNCHER_EXPLAIN, LAUNCHER_WAKE, to_token
+from serai.contracts.subjects import DRAIN, ENDED, LAUNCHER_EXPLAIN, LAUNCHER_SCALE, LAUNCHER_WAKE, POOL, to_token
 from serai.launcher import metrics
 from serai.launcher.deployments import Deployment, picture_of
 from serai.launcher.job_book import JobBook
 from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
 from serai.launcher.lease import Lease, StateKeys
 from serai.launcher.maintenance import Calendar, fitted
+from serai.launcher.pools import PoolSessions
 from serai.launcher.runs import Ended, Event, Requeued, Run, SeenSession, Served, Started
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot, SlotNames, slot_name
@@ -64,6 +66,10 @@ class Launcher:
     ) -> None:
         self._settings = settings
         self._deployments = {one.name: one for one in deployments}
+        self._counts = {one.name: one.count for one in deployments}
+        """The site file's."""
+        self._scaled: dict[str, int] = {}
+        self._pools = PoolSessions(settings.site)
         self._bus = bus
         self._slurm = slurm
         self._calendar = calendar
@@ -81,7 +87,7 @@ class Launcher:
             self._owner,
             settings.lease_s,
             time.monotonic,
-            state=lambda beat: self.book.kept(self._owner, beat, time.monotonic()),
+            state=lambda beat: self._kept(self._owner, beat),
             taken=self._restore,
         )
         self.last = Plan(blind="it has just started")
@@ -99,6 +105,8 @@ class Launcher:
             *await self.copy.start(),
             await self._bus.subscribe(LAUNCHER_EXPLAIN.of_site(site), self.on_explain),
             await self._bus.subscribe(LAUNCHER_WAKE.of_site(site), self.on_wake),
+            await self._bus.subscribe(LAUNCHER_SCALE.of_site(site), self.on_scale),
+            await self._bus.subscribe(POOL.every, self.on_pool),
         ]
         await self._bus.barrier()
         log.info("launcher.ready", site=site, deployments=sorted(self._deployments))
@@ -110,7 +118,7 @@ class Launcher:
                 task.cancel()
         for subscription in subscriptions:
             await subscription.unsubscribe()
-        await self.lease.give_back(self.book.kept("", self.lease.beats + 1, time.monotonic()))
+        await self.lease.give_back(self._kept("", self.lease.beats + 1))
 
     async def rehearse(self, patience_s: float) -> LauncherWord:
         """`--dry-run`: listens until it sees the whole picture, and says what it would do. Raises BusError."""
@@ -170,8 +178,12 @@ class Launcher:
 
     def _sessions(self, allocations: set[str], now: float) -> Iterable[SeenSession]:
         replica = self.copy.replica
-        for record in replica.records_of_site(self._settings.site) if allocations else ():
-            if record.metadata.allocation not in allocations:
+        pools = self._pools.of(allocations, now)
+        yield from pools
+        # What runs in a pool is the placer's business; the pool's agent is what its job is for.
+        wanted = allocations - {pool.allocation for pool in pools}
+        for record in replica.records_of_site(self._settings.site) if wanted else ():
+            if record.metadata.allocation not in wanted:
                 continue
             status = replica.status(record.session)
             yield SeenSession(
@@ -385,6 +397,8 @@ class Launcher:
 
     def _restore(self, state: LauncherState) -> None:
         self.book.restore(state, time.monotonic())
+        for name, count in state.scaled.items():
+            self._scale(name, count)
         self._listening_since_s = time.monotonic()
 
     def _on_reconnect(self) -> None:
@@ -415,6 +429,51 @@ class Launcher:
             log.info("launcher.woken", deployment=request.deployment)
             self._wake.set()
             self._answer(message, self.word(request.deployment))
+
+    def on_pool(self, message: Message) -> None:
+        """A pool agent's word: it is to its job what a session is to others."""
+        try:
+            self._pools.hear(decode(PoolReport, message.data), time.monotonic())
+        except MalformedMessage as error:
+            log.warning("launcher.bad_report", subject=message.subject, error=str(error))
+
+    def on_scale(self, message: Message) -> None:
+        """The placer's wish for more or fewer."""
+        try:
+            request = decode(ScaleRequest, message.data)
+        except MalformedMessage as error:
+            self._answer(message, replace(self.word(""), slots=[], problem=str(error)))
+            return
+        if problem := self._why_not_scale(request):
+            self._answer(message, replace(self.word(""), slots=[], problem=problem))
+        elif self.lease.held:
+            if self._deployments[request.deployment].count != request.count:
+                log.info("launcher.scaled", deployment=request.deployment, count=request.count, why=request.why)
+            self._scale(request.deployment, request.count)
+            self._wake.set()
+            self._answer(message, self.word(""))
+
+    def _why_not_scale(self, request: ScaleRequest) -> str:
+        """Empty = it may."""
+        known = self._deployments.get(request.deployment)
+        if known is None:
+            return f"there is no deployment {request.deployment!r} (there is {', '.join(self._deployments) or 'none'})"
+        if not 0 <= request.count <= max(known.scale_to, self._counts[known.name] if known.scale_to else -1):
+            return (
+                f"deployment {known.name!r} may be scaled to {known.scale_to} at most, and {request.count} was asked "
+                "for; the site file says `scale_to`"
+            )
+        return ""
+
+    def _scale(self, name: str, count: int) -> None:
+        known = self._deployments.get(name)
+        if known is None or not known.scale_to:
+            return
+        self._deployments[name] = replace(known, count=min(count, max(known.scale_to, self._counts[name])))
+        self._scaled[name] = count
+
+    def _kept(self, holder: str, beat: int) -> LauncherState:
+        return replace(self.book.kept(holder, beat, time.monotonic()), scaled=dict(sorted(self._scaled.items())))
 
     def word(self, asked: str) -> LauncherWord:
         """The last plan, of the slots asked for."""

@@ -72,7 +72,8 @@ class Profile:
     """What is wanted for a model. What is empty is left to Slurm."""
 
     engine: tuple[str, ...] = ()
-    """The engine's command, without `--host` and `--port`."""
+    """The engine's command, without `--host` and `--port`; `pool` and flags of a pool agent, where the placer says what
+    runs."""
     model: str = ""
     """The name clients ask for; default: the profile's own."""
     engine_kind: str = ""
@@ -119,6 +120,8 @@ class Kept:
     """Let go when no request has come for so long; None = never."""
     leaves_s: float | None = None
     """So long before the end of its job a session takes no more requests; None = the drain's time and `STOP_S`."""
+    scale_to: int = 0
+    """The placer may ask for so many at most, in place of `count`; 0 = for none but `count`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ def _deployment(site: Site, name: str, kept: Kept, now_s: float) -> Deployment:
         name=name,
         model=plan.model,
         count=kept.count,
+        scale_to=kept.scale_to,
         time_limit_s=plan.time_s,
         queue_wait_s=kept.queue_wait_s,
         load_s=kept.load_s,

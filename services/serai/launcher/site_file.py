@@ -240,8 +240,11 @@ def _kept(part: Fields) -> Kept:
         load_s_max=part.number("load_s_max", least=1) if part.has("load_s_max") else None,
         idle_s=part.number("idle_s", least=60) if part.has("idle_s") else None,
         leaves_s=part.number("leaves_s", least=0) if part.has("leaves_s") else None,
+        scale_to=part.whole("scale_to", 0, least=0),
     )
     part.done()
+    if kept.scale_to > SLOTS_MAX:
+        raise BadInput(part.at("scale_to"), f"is {kept.scale_to}", f"write at most {SLOTS_MAX}")
     if kept.count > SLOTS_MAX:
         raise BadInput(part.at("count"), f"is {kept.count}", f"write at most {SLOTS_MAX}")
     return kept

@@ -27,6 +27,8 @@ _PASSED_ON = (
     "CUDA_CACHE_PATH",
 )
 """Variables that containers which begin with an empty environment get."""
+POOL = "pool"
+"""In the place of an engine's program: a pool agent, which has none."""
 _CONTAINERS = (RuntimeKind.APPTAINER, RuntimeKind.ENROOT, RuntimeKind.PYXIS, RuntimeKind.PODMAN)
 
 # `module` is a function of login shells; batch scripts have it only where it is exported.
@@ -162,6 +164,12 @@ def expanded(text: str) -> str:
 def engine_words(plan: JobPlan) -> list[str]:
     """The command that the agent starts: the engine's, behind that of a container's program."""
     runtime, engine, gpus = plan.runtime, plan.profile.engine, bool(plan.gres)
+    if engine[0] == POOL and runtime.kind in _CONTAINERS:
+        raise BadInput(
+            "engine",
+            f"`{POOL}` is an agent, and a runtime of kind `{runtime.kind}` is for engines",
+            "take a runtime of kind venv, and name containers in the file of --pool-templates",
+        )
     mounts = (*runtime.mounts, "$SERAI_SCRATCH")
     passed_on = _repeated("--env", (*_PASSED_ON, *plan.profile.environment))
     match runtime.kind:

@@ -12,6 +12,7 @@ from serai.contracts.subjects import (
     BEAT,
     DISCONNECTED,
     INFERENCE,
+    LAUNCHER_SCALE,
     PLACEMENT_APPLY,
     PLACEMENT_BUCKET,
     PLACEMENT_EXPLAIN,
@@ -21,6 +22,9 @@ from serai.contracts.subjects import (
     STATUS,
     USAGE_DEMAND,
 )
+from serai.placer.launchers.base import Launcher
+from serai.placer.launchers.kubernetes import KubernetesLauncher
+from serai.placer.launchers.slurm import SlurmLauncher
 from serai.placer.placement_file import PlacementFile, read_placement
 from serai.placer.service import Placer
 from serai.placer.settings import PlacerSettings
@@ -51,7 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
             await _self_test(bus, settings)
             placement, pools = bus.bucket(PLACEMENT_BUCKET), bus.bucket(POOLS_BUCKET)
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
-                await Placer(settings, read_file, bus, placement, pools).run(stop)
+                launchers: dict[str, Launcher] = {
+                    "slurm": SlurmLauncher(bus, settings.site),
+                    "kubernetes": KubernetesLauncher(settings.kubectl),
+                }
+                await Placer(settings, read_file, bus, placement, pools, launchers).run(stop)
         finally:
             await bus.aclose()
 
@@ -82,6 +90,7 @@ async def _self_test(bus: NatsBus, settings: PlacerSettings) -> None:
     await bus.self_test(
         must_publish=[
             *["_INBOX_tools.self-test", ASSIGN.every, USAGE_DEMAND.of_site(settings.site)],
+            LAUNCHER_SCALE.of_site(settings.site),
             *[f"$KV.{bucket}.*" for bucket in buckets],
             *[f"$JS.API.STREAM.MSG.GET.KV_{bucket}" for bucket in buckets],
         ],

@@ -14,10 +14,11 @@ from serai.placer.demand import ModelDemand
 from serai.placer.fleet import Fleet, Node
 from serai.placer.observed import NOTHING_SEEN, Observed, demand_of
 from serai.placer.options import Option, Options, make_options
+from serai.placer.placement import Placement, Rules, Running, SolveLimits
 from serai.placer.placement_file import PlacedModel, PlacementFile
 from serai.placer.plan import Instance, ModelFacts, Picture, Plan, PoolFacts, make_plan
 from serai.placer.pools import LIVE, PoolView
-from serai.placer.solve import Placement, Rules, Running, SolveLimits, solve
+from serai.placer.solve import solve
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from serai.contracts.placement import ActionKind, Assignment, PlanAction, RunState
 from serai.placer.demand import ModelDemand
 from serai.placer.options import Option
-from serai.placer.solve import Placed, Placement
+from serai.placer.placement import Placed, Placement
 
 NOTHING = 1e-9
 

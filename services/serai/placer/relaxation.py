@@ -25,6 +25,10 @@ class Relaxed:
     bound: float
     counts: tuple[float, ...]
     distance: tuple[float, ...]
+    prices: tuple[float, ...]
+    """What one GPU more of each class would add to the level."""
+    total_price: float
+    """What one unit of the total costs, where the total is held."""
 
 
 class _Relaxation:
@@ -36,6 +40,7 @@ class _Relaxation:
         self.counts = [self.lp.NumVar(0, cell.most, "") for cell in problem.cells]
         self.infinity = self.lp.infinity()
         self.by_model = problem.cells_of_model()
+        self._gpu_rows: list[pywraplp.Constraint] = []
         self._fit_nodes()
         self._limit_models()
 
@@ -45,7 +50,8 @@ class _Relaxation:
             by_class[cell.place].append(place)
         for nodes, places in zip(self.problem.classes, by_class, strict=True):
             options = {place: self.problem.cells[place].option for place in places}
-            self._at_most(nodes.gpus, {place: option.gpus for place, option in options.items()})
+            row = self._at_most(nodes.gpus, {place: option.gpus for place, option in options.items()})
+            self._gpu_rows.append(row)
             sizes = {option.gpus_per_node for option in options.values()}
             for size in sizes if is_chain(tuple(sizes)) else ():
                 if any(gpus % size for gpus in nodes.rooms):
@@ -65,10 +71,15 @@ class _Relaxation:
                 left = demand.max_replicas - self.problem.pinned_replicas[number]
                 self._at_most(left, dict.fromkeys(self.by_model[number], 1))
 
-    def _at_most(self, limit: float, coefficients: Mapping[int, float]) -> None:
+    def prices(self) -> tuple[float, ...]:
+        """Duals of the GPUs of each class, after solving."""
+        return tuple(abs(row.dual_value()) for row in self._gpu_rows)
+
+    def _at_most(self, limit: float, coefficients: Mapping[int, float]) -> pywraplp.Constraint:
         row = self.lp.Constraint(-self.infinity, limit)
         for place, coefficient in coefficients.items():
             row.SetCoefficient(self.counts[place], coefficient)
+        return row
 
     def serve(self, worst: float | None) -> pywraplp.Variable | None:
         """Every model at least `worst`; None: as a variable, which is given back."""
@@ -132,13 +143,14 @@ def relax(problem: Problem, level: str, worst: float, total: float, *, replicas:
     if replicas:
         relaxation.replicas()
     share = relaxation.serve(None if level == "worst share" else worst)
+    held: pywraplp.Constraint | None = None
     match level:
         case "worst share":
             relaxation.lp.Maximize(share)
         case "total":
             relaxation.lp.Maximize(relaxation.total())
         case "cost":
-            relaxation.lp.Add(relaxation.total() >= total)
+            held = relaxation.lp.Add(relaxation.total() >= total)
             relaxation.lp.Minimize(relaxation.cost())
         case _:
             return None
@@ -148,6 +160,8 @@ def relax(problem: Problem, level: str, worst: float, total: float, *, replicas:
         bound=relaxation.lp.Objective().Value(),
         counts=tuple(count.solution_value() for count in relaxation.counts),
         distance=tuple(abs(count.reduced_cost()) for count in relaxation.counts),
+        prices=relaxation.prices(),
+        total_price=0.0 if held is None else abs(held.dual_value()),
     )
 
 

@@ -12,7 +12,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -40,14 +40,16 @@ from serai.placer import metrics
 from serai.placer.carrying_out import CarryingOut, Failure, Floor, Seen, SeenRun
 from serai.placer.deciding import Decision, Situation, decide
 from serai.placer.explain import model_words, pool_words
+from serai.placer.launchers.base import Launcher
 from serai.placer.leading import Memory, lease_of
 from serai.placer.observed import Observed, observed
+from serai.placer.placement import SolveLimits
 from serai.placer.placement_file import Mode, PlacementFile
 from serai.placer.plan import failed_key
 from serai.placer.pools import Pools, PoolView
 from serai.placer.settings import PlacerSettings
-from serai.placer.solve import SolveLimits
 from serai.placer.told import Overtaken, Told
+from serai.placer.wishes import wishes
 from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.connection_settings import host_name
 from serai.runtime.fields import BadInput
@@ -63,6 +65,8 @@ DEMAND_BUCKETS = 20
 REPLAN_S = 60.0
 """A plan that has been under way for so long is made anew, with what it has started so far."""
 HELD_SAID_MAX = 20
+WISH_AGAIN_S = 60.0
+"""Launchers are told again what is wanted after so long: they may have been started anew."""
 NEWS_PAUSE_S = 1.0
 """After news a plan is made at once, but not more often than this."""
 
@@ -77,6 +81,7 @@ class Placer:
         bus: Bus,
         placement_keys: StateKeys,
         pool_keys: StateKeys,
+        launchers: Mapping[str, Launcher] | None = None,
     ) -> None:
         self._settings = settings
         self._read_file = read_file
@@ -91,6 +96,11 @@ class Placer:
             placement_keys, settings.site, self._owner, settings.lease_s, time.monotonic, self.memory, self._restore
         )
         self.told = Told(bus, pool_keys, time.monotonic)
+        self._launchers = launchers or {}
+        self._asked: dict[str, int] = {}
+        """Of each launchable: how many pool agents were asked for last."""
+        self._asked_at_s = -math.inf
+        self._empty_since_s: dict[str, float] = {}
         self._limits = SolveLimits(settings.solve_s)
         self._listening_since_s = time.monotonic()
         self._usage: dict[str, Observed] = {}
@@ -219,6 +229,7 @@ class Placer:
             await self._plan(views)
             self._carry(views, time.monotonic())
             await self._deliver(reports)
+            await self._wish(views, time.monotonic())
 
     async def _wake_or(self, seconds: float) -> None:
         try:
@@ -333,6 +344,38 @@ class Placer:
         self.told.newest = max(self.told.newest, answer.generation)
         self.told.reset(answer)
         self._news = True
+
+    # -- launchers -----------------------------------------------------------------------------------------------
+
+    async def _wish(self, views: Sequence[PoolView], now: float) -> None:
+        """Asks for more pools, or fewer, when that is something new; and now and then again."""
+        empty = {view.name for view in views if not view.report.runs}
+        self._empty_since_s = {name: self._empty_since_s.get(name, now) for name in empty}
+        decision = self._decision
+        if decision is None or not self._file.launchables or self._file.mode is not Mode.AUTOMATIC:
+            return
+        empty_s = {name: now - since_s for name, since_s in self._empty_since_s.items()}
+        again = now - self._asked_at_s > WISH_AGAIN_S
+        for wish in wishes(
+            self._file.launchables,
+            views,
+            self._file.models,
+            decision.options.feasible,
+            decision.placement.missing,
+            empty_s,
+            self._asked,
+        ):
+            name = wish.launchable.name
+            if not again and self._asked.get(name) == wish.count:
+                continue
+            if not await self.lease.beat():
+                return
+            problem = await self._launchers[wish.launchable.launcher].scale(wish.launchable, wish.count, wish.why)
+            self._asked[name] = wish.count
+            tell = log.error if problem else log.info
+            tell("placer.wish", launchable=name, count=wish.count, why=wish.why, problem=problem)
+        if again:
+            self._asked_at_s = now
 
     # -- plans ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import os
 import shutil
 import time
@@ -20,9 +21,10 @@ import structlog
 from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.placement import Assignment, Assignments, PoolReport
 from serai.contracts.session_record import GpuDevice, Lifecycle
-from serai.contracts.subjects import ASSIGN, POOL
+from serai.contracts.subjects import ASSIGN, DRAIN, POOL
 from serai.runtime.bus import Bus, BusDisconnected, BusError, Message
 from serai.runtime.connection_settings import host_name
 from serai.runtime.metrics import Counts
@@ -52,6 +54,8 @@ log = structlog.get_logger()
 LOOK_EVERY_S = 0.25
 READ_EVERY_S = 10.0
 """How often it looks whether newer assignments lie in KV: a message may be lost."""
+HAND_OVER_S_MAX = 900.0
+"""So long at most the placer has to start elsewhere what runs here, when this agent is asked to end."""
 SAID_UUID = "said-"
 
 STARTS = Counts("serai_pool_starts", "Engines that a pool agent has started for the placer", [])
@@ -106,6 +110,8 @@ class Pool:
         self._said: PoolReport | None = None
         self._said_at_s = 0.0
         self._stopping = False
+        self._asked_to_end: DrainRequest | None = None
+        self._ending = asyncio.Event()
         self._wake = asyncio.Event()
         self._no_keys = ""
 
@@ -117,20 +123,26 @@ class Pool:
         async with asyncio.TaskGroup() as sessions:
             self._sessions = sessions
             self._notice = endings.notice
-            subscription = await self._bus.subscribe(ASSIGN.of(self.pool), self.on_assign)
+            subscriptions = [
+                await self._bus.subscribe(ASSIGN.of(self.pool), self.on_assign),
+                await self._bus.subscribe(DRAIN.of(self.pool), self.on_drain),
+            ]
             await self._bus.barrier()
+            await self._read()  # Before its first report: it should say what it is about to run.
             log.info("pool.ready", pool=self.pool, gpus=len(self._gpus), engines=sorted(self._templates))
             async with asyncio.TaskGroup() as tasks:
                 work = (
                     self._looking(),
                     self._reading(),
                     self._following_allocation(),
+                    self._handing_over(),
                     endings.watching(stop, warned or asyncio.Event()),
                 )
                 living = [tasks.create_task(one) for one in work]
                 await endings.notice.given.wait()
                 self._stopping = True
-                await subscription.unsubscribe()
+                for subscription in subscriptions:
+                    await subscription.unsubscribe()
                 await self._all_over()
                 self._report(force=True)
                 for task in living:
@@ -164,20 +176,58 @@ class Pool:
             log.warning("pool.refused", generation=told.generation, why=refused)
         return refused
 
-    async def _reading(self) -> None:
-        """What lies in KV, at once and now and then."""
-        while True:
+    def on_drain(self, message: Message) -> None:
+        """The launcher's word that this job is not needed any more, or is about to be over."""
+        why = ""
+        try:
+            asked = decode(DrainRequest, message.data)
+            if not 0 <= asked.within_s < math.inf:
+                why = f"within_s {asked.within_s:g}: must be a number of seconds, not below 0"
+        except MalformedMessage as error:
+            why = str(error)
+        if not why and self._asked_to_end is None:
+            self._asked_to_end, self._stopping = asked, True
+            log.info("pool.asked_to_end", why=asked.reason, within_s=asked.within_s)
+            self._ending.set()
+            self._wake.set()
+        if message.reply:
             try:
-                found = await self._keys.get(self.pool)
-                self._no_keys = ""
-            except BusError as error:
-                if not self._no_keys:
-                    log.warning("pool.no_keys", error=str(error), effect="assignments come by message only")
-                self._no_keys = str(error)
-                found = None
-            if found is not None and not self._stopping and self._is_newer(found[0]):
-                self._take(found[0])
+                answer = DrainAnswer(self.pool, not why, len(self._hosted), why)
+                self._bus.publish(message.reply, encode(answer))
+            except BusDisconnected:
+                pass  # Whoever asked will see that we are about to end.
+
+    async def _handing_over(self) -> None:
+        """Once asked to end: what runs here goes on while the placer starts it elsewhere, for half of the time at most.
+        Then it drains."""
+        await self._ending.wait()
+        assert self._asked_to_end is not None
+        began_s, asked = time.monotonic(), self._asked_to_end
+        try:
+            async with asyncio.timeout(min(HAND_OVER_S_MAX, asked.within_s / 2)):
+                await self._all_over()
+        except TimeoutError:
+            pass
+        left_s = max(0.0, asked.within_s - (time.monotonic() - began_s))
+        self._notice.give(Ending(Reason.ASKED, left_s, asked.reason, requests_s=self._settings.drain_s))
+
+    async def _reading(self) -> None:
+        """What lies in KV, now and then."""
+        while True:
             await asyncio.sleep(READ_EVERY_S)
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            found = await self._keys.get(self.pool)
+            self._no_keys = ""
+        except BusError as error:
+            if not self._no_keys:
+                log.warning("pool.no_keys", error=str(error), effect="assignments come by message only")
+            self._no_keys = str(error)
+            return
+        if found is not None and not self._stopping and self._is_newer(found[0]):
+            self._take(found[0])
 
     def _is_newer(self, data: bytes) -> bool:
         try:
@@ -306,6 +356,7 @@ class Pool:
             interval_s=settings.pool_report_s,
             site=settings.site,
             provider=settings.provider,
+            allocation=settings.allocation_name,
             host=host_name(),
             failure_domain=settings.pool_failure_domain,
             gpu=self._gpus[0].name if self._gpus else "",

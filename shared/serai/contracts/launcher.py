@@ -57,6 +57,8 @@ class LauncherState:
     """Per deployment: what jobs waited, last ones last."""
     loads_s: dict[str, list[float]] = field(default_factory=dict)
     """Per deployment: start of the job to the first token."""
+    scaled: dict[str, int] = field(default_factory=dict)
+    """Deployments whose number of slots was asked for, in place of the site file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,13 @@ class WakeRequest:
     """Asks a launcher to start a deployment that was let go, or one that has been stopped by a trouble, again."""
 
     deployment: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRequest:
+    """Asks a launcher for so many slots of a deployment, in place of the site file's count. What is too many is drained
+    before its jobs are cancelled. Asked again with the same number it changes nothing."""
+
+    deployment: str
+    count: int
+    why: str = ""

@@ -95,6 +95,7 @@ class PoolReport:
     interval_s: float = 2.0
     site: str = "local"
     provider: str = "local"
+    allocation: str = ""
     host: str = ""
     failure_domain: str = ""
     """What fails together, e.g. a rack; empty = the host alone."""

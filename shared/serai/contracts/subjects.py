@@ -17,6 +17,7 @@
 | `registry.ended.<site>`    | batch system → registry    | `AllocationEnded`, answered with the same              |
 | `launcher.explain.<site>`  | tools → launcher           | `ExplainRequest`, answered with `LauncherWord`         |
 | `launcher.wake.<site>`     | tools → launcher           | `WakeRequest`, answered with `LauncherWord`            |
+| `launcher.scale.<site>`    | placer → launcher          | `ScaleRequest`, answered with `LauncherWord`           |
 | `registry.cleared.<site>`  | tools → registry           | `HostCleared`, answered with the same                  |
 | `usage.record.<site>`      | ingress → stream → ledger  | `UsageRecord`s, one a line, kept until taken            |
 | `usage.spent.<site>`       | ingress → ledger           | `SpentRequest`, answered with `SpentAnswer`            |
@@ -43,7 +44,7 @@ from typing import Generic, TypeVar
 from serai.contracts.admission import AdmissionRequest, InstanceReport, MacroExplainRequest, TakeInstance
 from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
-from serai.contracts.launcher import ExplainRequest, WakeRequest
+from serai.contracts.launcher import ExplainRequest, ScaleRequest, WakeRequest
 from serai.contracts.limits import LimitsUse
 from serai.contracts.placement import ApplyRequest, Assignments, PlacementRequest, PoolReport
 from serai.contracts.registry import (
@@ -149,6 +150,7 @@ TAKE: Subject[TakeInstance] = Subject("take", TakeInstance)
 MACRO_EXPLAIN: Subject[MacroExplainRequest] = Subject("macro.explain", MacroExplainRequest)
 LAUNCHER_EXPLAIN: Subject[ExplainRequest] = Subject("launcher.explain", ExplainRequest)
 LAUNCHER_WAKE: Subject[WakeRequest] = Subject("launcher.wake", WakeRequest)
+LAUNCHER_SCALE: Subject[ScaleRequest] = Subject("launcher.scale", ScaleRequest)
 POOL: Subject[PoolReport] = Subject("pool", PoolReport)
 ASSIGN: Subject[Assignments] = Subject("assign", Assignments)
 PLACEMENT_EXPLAIN: Subject[PlacementRequest] = Subject("placement.explain", PlacementRequest)

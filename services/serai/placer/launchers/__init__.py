@@ -1,0 +1,1 @@
+"""What brings pool agents: a site's Slurm launcher, Kubernetes, or a list for tests."""
