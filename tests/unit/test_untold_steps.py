@@ -10,7 +10,7 @@ from serai.worker_agent.untold_steps import UntoldSteps
 
 
 def decoding(*keys: str) -> UntoldSteps:
-    steps = UntoldSteps()
+    steps = UntoldSteps(lambda: 0.001)
     for key in keys:
         steps.released(key, 10, 0.0)
         steps.first(key, 1.0, shows=True)
@@ -19,7 +19,7 @@ def decoding(*keys: str) -> UntoldSteps:
 
 
 def test_a_first_token_ends_a_prefill() -> None:
-    steps = UntoldSteps()
+    steps = UntoldSteps(lambda: 0.001)
     steps.released("a", 100, 5.0)
     steps.released("b", 50, 5.0)
     first, second = steps.first("a", 5.3, shows=True), steps.first("b", 5.5, shows=True)
@@ -34,6 +34,21 @@ def test_a_first_token_ends_a_prefill() -> None:
     third = steps.first("c", 9.25, shows=True)
     assert third is not None
     assert third.duration_s == pytest.approx(0.25)
+
+
+def test_until_then_prompts_are_worked_on_as_fast_as_usual_but_never_done() -> None:
+    steps = UntoldSteps(lambda: 0.001)
+    steps.look({}, 5.0)
+    steps.released("a", 100, 5.0)
+    steps.released("b", 50, 5.0)
+    seen = [steps.look({}, 5.0 + 0.03 * n)[0] for n in range(1, 8)]
+    assert [step.prompt_tokens for step in seen] == [30, 30, 30, 30, 28, 1, 1]
+    assert [step.backlog_tokens for step in seen] == [120, 90, 60, 30, 2, 2, 2]
+    done = steps.first("a", 5.25, shows=True)
+    assert done is not None
+    assert (done.prompt_tokens, done.backlog_tokens) == (1, 2)
+    steps.ended("b")
+    assert steps.look({}, 5.3)[0] == steps.look({}, 5.3)[0]._replace(duration_s=0.0, prompt_tokens=0, backlog_tokens=0)
 
 
 def test_streams_that_run_together_make_their_steps_together() -> None:
@@ -51,7 +66,8 @@ def test_time_in_which_prompts_were_worked_on_says_nothing_of_decoding() -> None
     steps.look({"a": 11}, 2.0)
     assert steps.decode_s == pytest.approx(0.1)
     steps.released("b", 10, 2.0)
-    assert [step.duration_s for step in steps.look({"a": 12}, 4.0)] == [pytest.approx(0.1)]
+    mixed = steps.look({"a": 12}, 4.0)
+    assert [(step.duration_s, step.prompt_tokens, step.backlog_tokens) for step in mixed] == [(2.0, 9, 1)]
     steps.first("b", 4.5, shows=True)
     steps.look({"a": 13}, 5.0)
     assert steps.decode_s == pytest.approx(0.1)

@@ -39,7 +39,7 @@ class EnginePulse:
     def __init__(self, rate: PrefillRate, *, told: bool) -> None:
         self._rate = rate
         self._told = told
-        self._untold = UntoldSteps()
+        self._untold = UntoldSteps(lambda: rate.s_per_token)
         self._step: EngineStep | None = None
         self._step_at_s = 0.0
         self._load: tuple[int, int] | None = None
@@ -73,7 +73,7 @@ class EnginePulse:
         """Some time has gone by. `said`: tokens of the streams that have said something new. `waits`: there are
         requests for the gate to decide on."""
         if not self._told:
-            return self._untold.look(said, now_s) if said or waits else ()
+            return self._untold.look(said, now_s) if said or waits or self._untold.busy else ()
         if self._step is None or not waits or now_s - self._step_at_s <= STEP_LOST_S:
             return ()
         # A gate that waits for a step's end would wait for ever if that word was lost.

@@ -1,13 +1,14 @@
 """Steps of an engine that does not tell them, worked out from what its streams say. Pure.
 
-A prompt's first token is the end of a prefill. While streams say tokens the engine decodes: those that run together
-make their steps together, so the mean number of tokens that they said since the last look is how many steps there were.
-How long one takes is measured only while no prompt is worked on.
+A prompt's first token is the end of a prefill; until then prompts are taken to be worked on as fast as usual.
+While streams say tokens the engine decodes: those that run together make their steps together, so the mean number of
+tokens that they said since the last look is how many steps there were. How long one takes is measured only while no
+prompt is worked on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from serai.worker_agent.phase_gate import Stepped
 
@@ -20,12 +21,16 @@ _SHARE = 0.2
 class UntoldSteps:
     """One engine's. Told of requests as they go through it; gives steps as a `PhaseGate` wants them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_s_per_token: Callable[[], float]) -> None:
+        """`prefill_s_per_token`: as far as is known now."""
+        self._s_per_token = prefill_s_per_token
         self.decode_s = 0.0
         """Of a step that only decodes; 0 = none was seen."""
         self._waiting: dict[str, int] = {}
         """Prompt tokens of those that have no first token yet."""
         self._backlog_tokens = 0
+        self._ahead_tokens = 0
+        """Of those prompts, that are taken to be computed."""
         self._began_s = 0.0
         """When the prefill under way began, as far as can be seen."""
         self._said: dict[str, int] = {}
@@ -38,6 +43,11 @@ class UntoldSteps:
         self._rest = 0.0
         """Of a step, that the last look found too much or too little."""
         self.kv_tokens_free = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to be worked out."""
+        return bool(self._waiting or self._silent or self._prefilled)
 
     def released(self, key: str, tokens: int, now_s: float) -> None:
         """The engine was given a request."""
@@ -58,11 +68,13 @@ class UntoldSteps:
             self._silent.add(key)
         took_s, self._began_s = now_s - self._began_s, now_s
         self._prefilled = True
-        return self._step(took_s, decoded=False, prompt_tokens=tokens, first=(key,))
+        ahead, self._ahead_tokens = self._ahead_tokens, max(0, self._ahead_tokens - tokens)
+        return self._step(took_s, decoded=False, prompt_tokens=max(1, tokens - ahead), first=(key,))
 
     def ended(self, key: str) -> None:
         """However that came about."""
         self._backlog_tokens -= self._waiting.pop(key, 0)
+        self._ahead_tokens = min(self._ahead_tokens, self._backlog_tokens)
         self._said.pop(key, None)
         self._silent.discard(key)
 
@@ -79,10 +91,21 @@ class UntoldSteps:
             self.decode_s += (_SHARE if self.decode_s else 1.0) * (each_s - self.decode_s)
         whole = min(int(steps + self._rest), _STEPS_AT_ONCE_MAX)
         self._rest = max(0.0, min(1.0, steps + self._rest - whole))
+        prompt_tokens = self._worked_on(since_s)
         if not whole:
-            return (self._step(0.0, decoded=False),)
-        step = self._step(self.decode_s or since_s / whole, decoded=True)
-        return (step,) * whole
+            return (self._step(since_s if prompt_tokens else 0.0, decoded=False, prompt_tokens=prompt_tokens),)
+        each_s = since_s / whole if prompt_tokens or not self.decode_s else self.decode_s
+        return (self._step(each_s, decoded=True, prompt_tokens=prompt_tokens // whole),) * whole
+
+    def _worked_on(self, since_s: float) -> int:
+        """Tokens of the prompts that wait, that are taken to have been computed meanwhile: never the last of each."""
+        left = self._backlog_tokens - self._ahead_tokens - len(self._waiting)
+        if not self._waiting:
+            return 0
+        s_per_token = self._s_per_token()
+        tokens = min(left, round(since_s / s_per_token)) if s_per_token > 0 else left
+        self._ahead_tokens += max(0, tokens)
+        return max(1, tokens)
 
     def _steps_made(self, said: Mapping[str, int], since_s: float) -> float:
         if self._said:
@@ -96,7 +119,7 @@ class UntoldSteps:
             duration_s,
             decoded,
             prompt_tokens=prompt_tokens,
-            backlog_tokens=self._backlog_tokens,
+            backlog_tokens=self._backlog_tokens - self._ahead_tokens,
             first=first,
             kv_tokens_free=self.kv_tokens_free,
         )
