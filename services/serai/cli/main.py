@@ -111,6 +111,7 @@ COMMANDS: Tree = {
         "faults": Command("serai.bench.faults.command", "what clients see when engines, clients and bodies misbehave"),
         "admission": Command("serai.bench.admission", "what asking a macro-scheduler costs"),
         "windows": Command("serai.bench.windows", "when instances prefill and decode, measured and drawn"),
+        "padg-live": Command("serai.bench.padg_live", "live attainment of targets against the simulator's"),
         "agent": Command("serai.bench.agent", "what one agent costs: latency, memory, processor time, streams"),
         "memory": Command("serai.bench.memory", "what an ingress keeps in memory: many streams, many requests"),
         "idle-traffic": Command("serai.bench.idle_traffic", "bytes a second on an agent's connection"),
