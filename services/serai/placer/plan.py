@@ -275,8 +275,9 @@ class _Planner:
         for option in change.starts:
             self._new.append(option)
             self._actions.append(self._start(option, change.pool, why))
+        starts = " and ".join(sorted({option.model for option in change.starts}))
         for one in change.stops:
-            self._actions.append(_stop(one, why))
+            self._actions.append(_stop(one, f"its place is for {starts}: {why}"))
         self._moves += len(change.stops) + len(change.starts)
         self._moved_gpus += change.gpus_taken
 
@@ -315,6 +316,8 @@ class _Planner:
         loss += sum(one.in_flight for one in change.stops)
         if gain > rules.margin * loss and gain > NOTHING:
             return ""
+        if gain <= NOTHING:
+            return "fewer requests would be served than now"
         return (
             f"until the horizon of {rules.horizon_s:.0f} s it would serve {gain:.0f} more requests, "
             f"and lose {loss:.0f} while it loads"
@@ -433,15 +436,21 @@ class _Planner:
     def _why(self, change: _Change) -> str:
         model = change.starts[0].model
         facts = self._facts[model]
+        minimum, wanted = facts.demand.min_replicas, facts.demand.planned_requests_s
         if self._lacks(model):
-            return f"{model} has fewer engines than its minimum of {facts.demand.min_replicas}, or is about to be used"
-        before = self._share(facts, self._capacity(model) + sum(o.requests_s for o in self._new if o.model == model))
-        after = self._shares([*self._without(change), *change.starts])[model]
-        wanted = facts.demand.planned_requests_s
-        served = f"{after:.0%} of them are served in time, not {before:.0%}"
-        text = f"{model} is asked {wanted:.2f} requests/s; with it {served}"
+            return (
+                f"{model} has fewer engines than its minimum of {minimum}" if minimum else f"{model} will be used soon"
+            )
+        before = self._shares(self._live_and_new())[model]
+        shares = self._shares([*self._without(change), *change.starts])
+        text = f"{model} is asked {wanted:.2f} requests/s, of which {shares[model]:.0%} are served in time with it"
         losers = sorted({one.model for one in change.stops} - {model})
-        return f"{text}; {' and '.join(losers)} can spare an engine" if losers else text
+        return "; ".join([f"{text}, {before:.0%} without", *[self._loss(loser, shares) for loser in losers]])
+
+    @staticmethod
+    def _loss(loser: str, shares: Mapping[str, float]) -> str:
+        share = shares.get(loser, 1.0)
+        return f"{loser} can spare it" if share >= 1 else f"{loser} then gets {share:.0%} of what it is asked"
 
     def _hold(self, option: Option, why: str) -> None:
         self._held.append(f"{option.key} is not started: {why}")
