@@ -51,8 +51,6 @@ SLO = SloTarget(0.6, 0.040)
 """What every request asks for. That of the simulated group, too."""
 TARGETS = (SLO, SloTarget(1.0, 0.050), SloTarget(0.4, 0.045))
 """At which the two sides are compared: where nobody fails, everybody agrees."""
-ANSWER_TOKENS_MAX = 800
-"""Longer answers are cut, so that a run ends soon after its last request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,8 @@ class Length:
     lead_s: float = 6.0
     """Requests of so long at its beginning are not counted."""
     counted_s: float = 60.0
-    answer_tokens_max: int = ANSWER_TOKENS_MAX
+    answer_tokens: tuple[int, int, int] = (200, 150, 800)
+    """Mean, median and maximum: the longest are cut, so that a run ends soon after its last request."""
 
     @property
     def window(self) -> Window:
@@ -70,7 +69,7 @@ class Length:
         return Window(round(self.lead_s * NS), round((self.lead_s + self.counted_s) * NS))
 
 
-QUICK = Length(3.0, 8.0, 200)
+QUICK = Length(3.0, 8.0, (100, 75, 200))
 REPORT_DELAY_S = 0.005
 _START_S = 120.0
 _INDUSTRY = LatencyDefinition.INDUSTRY
@@ -196,6 +195,7 @@ class Compared:
 
 def arrivals(rate_per_s: float, length: Length, seed: int) -> list[Arrival]:
     """ShareGPT-like requests."""
+    mean, median, maximum = length.answer_tokens
     return list(
         workload_from_fields(
             {
@@ -207,7 +207,7 @@ def arrivals(rate_per_s: float, length: Length, seed: int) -> list[Arrival]:
                 },
                 "lengths": {
                     "prompt": {"log-normal": {"mean": 344, "median": 148, "maximum": 4096}},
-                    "output": {"log-normal": {"mean": 200, "median": 150, "maximum": length.answer_tokens_max}},
+                    "output": {"log-normal": {"mean": mean, "median": median, "maximum": maximum}},
                 },
             }
         )
