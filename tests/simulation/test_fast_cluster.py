@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from statistics import mean
@@ -207,6 +208,19 @@ def test_preempted_requests_end_and_their_gap_shows() -> None:
     assert hit
     assert max(o.itl_max_ns or 0 for o in hit) > 0.3 * NS
     assert min(o.itl_max_ns or 0 for o in result.outcomes if not o.preemptions) < 0.1 * NS
+
+
+def test_a_decode_instance_copies_or_computes() -> None:
+    # Two requests: the second one's KV comes while the first one decodes, 100 kB a token over 32 GB/s at 0.6.
+    work = [Arrival(0, 2000, 50), Arrival(1, 2000, 50)]
+    chosen = disaggregated_system("distserve", Stub(), 1, 1, 2)
+    ends = []
+    for settings in (network(), replace(network(), copies_between_steps=True)):
+        result = simulate(chosen.instances, work, chosen.dispatch(), settings)
+        assert result.unfinished == 0
+        ends.append(result.outcomes.columns["finished_ns"][0])
+    copied_ns = 2000 * 100_000 / (32e9 * 0.6) * NS
+    assert ends[1] - ends[0] == pytest.approx(copied_ns, rel=0.05)
 
 
 def test_whoever_never_decoded_can_still_be_judged() -> None:

@@ -55,6 +55,8 @@ class ClusterSettings:
 
     network: Network | None = None
     """For KV transfers; None where there are none."""
+    copies_between_steps: bool = False
+    """A decode instance makes no step while KV comes to it, as DistServe's workers do not: one copies, or computes."""
     status_delay_s: float = 0.0
     """How late `StepEnded` reaches the policy."""
     send_delay_s: float = 0.0
@@ -366,7 +368,7 @@ class _Cluster:
         """Begin a step wherever something has changed and none runs."""
         while self._touched:
             instance = self._touched.pop()
-            if instance.engine.step is None:
+            if instance.engine.step is None and instance.held_until_ns <= self._now_ns:
                 self._begin(instance)
 
     def _begin(self, instance: Instance) -> None:
@@ -487,6 +489,9 @@ class _Cluster:
     def _start_transfers(self, instance: Instance) -> None:
         """Let KV come while there is room, in the order in which it was asked for."""
         assert self._links is not None
+        between_steps = self._settings.copies_between_steps
+        if between_steps and instance.engine.step is not None:
+            return  # once it has ended
         while instance.expected:
             number, source = instance.expected[0]
             life = self._lives[number]
@@ -499,6 +504,8 @@ class _Cluster:
             message_bytes = life.arrival.prompt_tokens * prefill.spec.model.kv_bytes_per_token()
             there_ns = self._links.send(prefill.spec.node, instance.spec.node, message_bytes, self._now_ns)
             life.instance = instance.number
+            if between_steps:
+                instance.held_until_ns = there_ns
             self._at(there_ns, self._transferred, (life, prefill))
 
     def _transferred(self, subject: tuple[_Life, Instance]) -> None:

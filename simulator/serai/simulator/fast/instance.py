@@ -129,6 +129,7 @@ class Instance:
         "engine",
         "expected",
         "gaps",
+        "held_until_ns",
         "left_ns",
         "number",
         "phases",
@@ -155,6 +156,8 @@ class Instance:
         self.gaps = TokenGaps()
         self.expected: deque[tuple[int, int]] = deque()
         """Transfers that wait for room here: number of the request, number of the instance that has its KV."""
+        self.held_until_ns = 0
+        """It begins no step before."""
         self.reserved_tokens = 0
         """Room promised to KV that is on its way or not admitted yet."""
         self.arriving: list[Sequence] = []

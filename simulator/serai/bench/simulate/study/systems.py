@@ -82,7 +82,12 @@ def run_cell(cell: Cell, *, phases: bool = False) -> Run:
     """The run itself; with `phases` it can be drawn."""
     system = built(cell)
     cluster = CLUSTERS[cell.where.cluster]
-    settings = ClusterSettings(network=cluster.network, drain_s=DRAIN_S, keep_phases=phases)
+    settings = ClusterSettings(
+        network=cluster.network,
+        copies_between_steps=cell.candidate.system == "distserve",
+        drain_s=DRAIN_S,
+        keep_phases=phases,
+    )
     specs = [replace(spec, energy_j=None) for spec in system.instances]
     return simulate(specs, arrivals(cell.where, cell.load), system.dispatch(), settings)
 
