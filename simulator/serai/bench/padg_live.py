@@ -69,7 +69,7 @@ class Length:
         return Window(round(self.lead_s * NS), round((self.lead_s + self.counted_s) * NS))
 
 
-QUICK = Length(3.0, 8.0, (100, 75, 200))
+QUICK = Length(3.0, 8.0, (95, 80, 250))
 REPORT_DELAY_S = 0.005
 _START_S = 120.0
 _INDUSTRY = LatencyDefinition.INDUSTRY
