@@ -28,6 +28,7 @@ def greedy_levels(
     shares = served_shares(problem, placed)
     wanted = [d for d in problem.demands if d.planned_requests_s > 0]
     reachable = {cell.model for cell in problem.cells}
+    reachable |= {number for number, share in enumerate(problem.pinned_share) if share > 0}
     worst = min(
         (shares[d.model] for number, d in enumerate(problem.demands) if d in wanted and number in reachable),
         default=1.0,

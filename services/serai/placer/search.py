@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from serai.placer.bounds import total_bound, worst_share_bound
 from serai.placer.greedy import Counts, rounded
 from serai.placer.placement import Level, Objective, SolveLimits
 from serai.placer.problem import Problem
-from serai.placer.programme import SCALE, WHOLE, Programme
+from serai.placer.programme import SCALE, Programme
 from serai.placer.relaxation import KERNEL_CELLS, Relaxed, kernel, relax
 
 
@@ -45,7 +46,7 @@ class Search:
             self.counts[place] = count
         self._held[name] = found.held
         self._values[name] = found.level.value
-        return found.level if relaxed is None else _bounded(found.level, relaxed, whole=name in ("cost", "latency"))
+        return found.level if relaxed is None else self._bounded(found.level, relaxed)
 
     def _relaxed(self, name: str) -> Relaxed | None:
         # Held values were rounded down; the relaxation must not be stricter than the programme.
@@ -53,19 +54,19 @@ class Search:
         total = self._values.get("total", 0.0) * (1 - 1e-9)
         return relax(self._problem, name, worst, total, replicas=self._held.get("replicas") == 0)
 
+    def _bounded(self, level: Level, relaxed: Relaxed) -> Level:
+        """The level with a bound that holds for all cells: the programme's own only holds for those it looked at."""
+        if level.name in ("replicas", "latency") or (level.proved and level.solve_s == 0):
+            return level
+        bound = relaxed.bound
+        if level.name == "worst share":
+            bound = min(bound, worst_share_bound(self._problem, relaxed.prices))
+        if level.name == "total":
+            bound = min(bound, total_bound(self._problem, relaxed.prices, self._held["worst share"] / SCALE))
+        return replace(level, bound=bound, proved=abs(bound - level.value) <= 1e-6 * max(abs(bound), 1e-12))
+
     def _round(self, relaxed: Relaxed) -> None:
         """Start from the relaxation's answer where that is better than the greedy one."""
         other = rounded(self._problem, relaxed.counts, relaxed.distance)
         if (-other.short(), other.worst()) > (-self._first.short(), self._first.worst()):
             self.counts = list(other.of)
-
-
-def _bounded(level: Level, relaxed: Relaxed, *, whole: bool) -> Level:
-    """The level with a bound that holds for all cells: the programme's own only held for those it looked at."""
-    bound = relaxed.bound
-    if level.solve_s == 0.0 and not whole:
-        return level
-    proved = abs(bound - level.value) <= 1e-6 * max(abs(bound), 1e-12)
-    if level.name == "worst share" and level.value >= WHOLE / SCALE:
-        return level
-    return replace(level, bound=bound, proved=proved)
