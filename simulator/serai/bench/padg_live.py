@@ -60,8 +60,8 @@ class Length:
     lead_s: float = 6.0
     """Requests of so long at its beginning are not counted."""
     counted_s: float = 60.0
-    answer_tokens: tuple[int, int, int] = (200, 150, 800)
-    """Mean, median and maximum: the longest are cut, so that a run ends soon after its last request."""
+    answer_tokens_max: int = 800
+    """Longer answers are cut, so that a run ends soon after its last request."""
 
     @property
     def window(self) -> Window:
@@ -69,7 +69,7 @@ class Length:
         return Window(round(self.lead_s * NS), round((self.lead_s + self.counted_s) * NS))
 
 
-QUICK = Length(3.0, 8.0, (95, 80, 250))
+QUICK = Length(3.0, 8.0, 200)
 REPORT_DELAY_S = 0.005
 _START_S = 120.0
 _INDUSTRY = LatencyDefinition.INDUSTRY
@@ -195,23 +195,21 @@ class Compared:
 
 def arrivals(rate_per_s: float, length: Length, seed: int) -> list[Arrival]:
     """ShareGPT-like requests."""
-    mean, median, maximum = length.answer_tokens
-    return list(
-        workload_from_fields(
-            {
-                "seed": seed,
-                "arrivals": {
-                    "process": "poisson",
-                    "rate_per_s": rate_per_s,
-                    "duration_s": length.lead_s + length.counted_s,
-                },
-                "lengths": {
-                    "prompt": {"log-normal": {"mean": 344, "median": 148, "maximum": 4096}},
-                    "output": {"log-normal": {"mean": mean, "median": median, "maximum": maximum}},
-                },
-            }
-        )
+    made = workload_from_fields(
+        {
+            "seed": seed,
+            "arrivals": {
+                "process": "poisson",
+                "rate_per_s": rate_per_s,
+                "duration_s": length.lead_s + length.counted_s,
+            },
+            "lengths": {
+                "prompt": {"log-normal": {"mean": 344, "median": 148, "maximum": 4096}},
+                "output": {"log-normal": {"mean": 200, "median": 150, "maximum": 800}},
+            },
+        }
     )
+    return [replace(one, output_tokens=min(one.output_tokens, length.answer_tokens_max)) for one in made]
 
 
 def simulated(system: System, requests: Sequence[Arrival]) -> Outcomes:
