@@ -56,6 +56,10 @@ class Gate:
         self.heard: list[Any] = []
         self.next: dict[type, Sequence[GateEffect]] = {}
         self.mode = GateMode.PADG
+        self.relearnt = False
+
+    def relearn(self) -> None:
+        self.relearnt = True
 
     def handle(self, event: Any, now_s: float) -> Sequence[GateEffect]:
         self.heard.append(event)
@@ -237,6 +241,7 @@ def test_progress_is_told_when_it_is_looked_at_never_once_a_token(loop: asyncio.
         steps = agent.gate.heard_of(Stepped)
         assert [(step.first, step.prompt_tokens, step.duration_s) for step in steps] == [(("r1",), 70, 0.25)]
         agent.shell.look()
+        assert agent.gate.relearnt, "0.25 s for 70 tokens is not what was thought"
         assert len(agent.gate.heard_of(Stepped)) == 1 + 4, "four tokens after the first"
         agent.shell.look()
         assert len(agent.gate.heard_of(Stepped)) == 1 + 4, "nothing new"

@@ -16,6 +16,10 @@ from serai.worker_agent.untold_steps import UntoldSteps
 STEP_LOST_S = 1.0
 """An engine that tells its steps has told none for so long: it is at rest, or its word was lost."""
 
+_TYPICAL_TOKENS = 512
+_WORTH_SAYING = 0.05
+"""Of a prediction, by which it changes."""
+
 
 class EngineStep(NamedTuple):
     """What a scheduler says of a step that has ended."""
@@ -43,6 +47,15 @@ class EnginePulse:
         self._step: EngineStep | None = None
         self._step_at_s = 0.0
         self._load: tuple[int, int] | None = None
+        self._predicted_s = rate.predict_s(_TYPICAL_TOKENS)
+
+    def relearnt(self) -> bool:
+        """Whether prefills are predicted otherwise than when this last said so."""
+        predicted_s = self._rate.predict_s(_TYPICAL_TOKENS)
+        changed = abs(predicted_s - self._predicted_s) > _WORTH_SAYING * self._predicted_s
+        if changed:
+            self._predicted_s = predicted_s
+        return changed
 
     def released(self, key: str, tokens: int, now_s: float) -> None:
         """The engine was given a request."""

@@ -143,7 +143,9 @@ class GateSettings(NamedTuple):
     step_tokens_max: int = 8192
     """Tokens of prompts that the engine takes in one step."""
     tells_steps: bool = False
-    """Whether the gate is fed `Stepped` and the engine obeys `Turn` from step to step. Then prompts are also cut."""
+    """Whether the gate is fed `Stepped`."""
+    cuts_prompts: bool = True
+    """Whether the engine obeys `Turn`; else a prompt that is released is prefilled whole, whatever slack is left."""
     slack_from_first_token: bool = False
     """Slack as PaDG has it, from the first token on: L · S − (now − first token); else from the first decode step on,
     in which the second token is said: (L − 1) · S − (now − its begin)."""

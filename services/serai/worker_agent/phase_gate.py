@@ -73,7 +73,7 @@ class PhaseGate:
     def __init__(self, settings: GateSettings, predict_prefill_s: Callable[[int], float]) -> None:
         self._settings = settings
         self._times = StepTimes(predict_prefill_s)
-        self._rule = WindowSettings(step_tokens_max=settings.step_tokens_max)
+        self._rule = WindowSettings(step_tokens_max=settings.step_tokens_max, cuts_prompts=settings.cuts_prompts)
         self._mode = GateMode.ORDINARY
         self._requests: dict[str, GateRequest] = {}
         self._waiting = WaitingLine()
@@ -109,6 +109,10 @@ class PhaseGate:
         """Running mean of answers."""
         self._late_credit = 0.0
         self._now_s = -inf
+
+    def relearn(self) -> None:
+        """What `predict_prefill_s` says has changed."""
+        self._times.forget()
 
     # Events
 
@@ -375,7 +379,7 @@ class PhaseGate:
             first.slo_tpot_s = 0.0
             line.add_late(first)
         if first is not None:
-            s_per_token = times.s_per_token / max(0.1, 1.0 - times.decode_s / self._settings.slo_tpot_s)
+            s_per_token = times.s_per_token / max(0.1, 1.0 - times.decode_s / self._slo_tpot_s)
             line.put_in_order(now_s + times.decode_s + self._backlog_tokens * s_per_token, s_per_token)
 
     def _chosen(self, now_s: float) -> Choice:
@@ -401,12 +405,16 @@ class PhaseGate:
             deadline_s=deadline_s,
             decoding=decoding,
             low_s=low_s,
-            slo_tpot_s=self._settings.slo_tpot_s,
+            slo_tpot_s=self._slo_tpot_s,
             entering=len(self._entering),
             entering_deadline_s=entering_s,
             harm=self._harm,
         )
         return choose(at, self._times, self._rule)
+
+    @property
+    def _slo_tpot_s(self) -> float:
+        return self._fresh.strictest_s(self._settings.slo_tpot_s)
 
     @property
     def _late_head_tokens(self) -> int:
@@ -416,14 +424,14 @@ class PhaseGate:
     def _low(self, now_s: float) -> tuple[float, int]:
         """The low quantile of slack, without those that are lost; how many decode."""
         book = self._fresh
-        lost = book.behind(now_s - _LOST_TARGETS * self._settings.slo_tpot_s)
+        lost = book.behind(now_s - _LOST_TARGETS * self._slo_tpot_s)
         zero_s = book.low_zero_s(lost + int(self._low_share * (book.count - lost)))
         return (inf if zero_s is None else zero_s - now_s), book.count
 
     def _harm(self, stall_s: float) -> float:
         """Targets lost, expected, by a stall: who is left without slack makes up for it as fast as decoding is faster
         than its target, and misses if it ends before."""
-        slo_s, now_s = self._settings.slo_tpot_s, self._now_s
+        slo_s, now_s = self._slo_tpot_s, self._now_s
         gain = max(0.1, 1.0 - self._times.decode_s / slo_s)
         deficit_s = self._fresh.deficit_s(now_s + stall_s) - self._fresh.deficit_s(now_s)
         return deficit_s / (gain * slo_s * self._output_tokens)

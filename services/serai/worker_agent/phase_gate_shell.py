@@ -190,6 +190,7 @@ class GateShell:
             kv_tokens_total=self._kv_tokens_total,
             waiting_max=self._desk.concurrency_max,
             tells_steps=True,
+            cuts_prompts=told,
             ordinary_tokens_max=None,
         )
         self._pulse = EnginePulse(self._rate, told=told)
@@ -353,6 +354,8 @@ class GateShell:
             return
         self._tell_load()
         self._expect_first_tokens(now)
+        if self._pulse.relearnt() and self._gate is not None:
+            self._gate.relearn()
         self._feed_all(self._pulse.look(self._said(), now, waits=self.held > 0))
         HELD.set(self.held)
         if self._changed.is_set() or now - self._reported_at_s >= REPORT_AT_LEAST_EVERY_S:

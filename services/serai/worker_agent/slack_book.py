@@ -67,6 +67,10 @@ class SlackBook:
         """When that stream's slack is zero."""
         return place[1] + self._targets[place[0]].credit_s
 
+    def strictest_s(self, otherwise_s: float) -> float:
+        """The strictest target of any stream; `otherwise_s` when there is none."""
+        return min([one.slo_s for one in self._targets.values() if one.keys], default=otherwise_s)
+
     def step(self) -> None:
         """Every stream has said one more token."""
         for slo_s, target in self._targets.items():

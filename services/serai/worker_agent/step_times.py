@@ -26,6 +26,11 @@ class StepTimes:
         self._worth = (0, 0)
         """`worth_tokens` as of so many thousandths of a second of `saved_s`."""
 
+    def forget(self) -> None:
+        """What is predicted has changed: it is asked anew."""
+        self._known.clear()
+        self._worth = (0, 0)
+
     def worth_tokens(self) -> int:
         """From how many prompt tokens on a step beside decoding costs each of them little more than it ever can: what
         such a step costs beside them is spread over enough."""

@@ -32,6 +32,9 @@ class WindowSettings:
     harm_max: float = 1.0
     """Expected misses of TPOT targets that a met TTFT target is worth."""
     step_tokens_max: int = 8192
+    cuts_prompts: bool = True
+    """Whether the engine can be told how much of a prompt a step takes, and to decode beside it. Else slack has to
+    allow for the whole prompt, and for no decoding meanwhile."""
 
 
 class Situation(NamedTuple):
@@ -69,9 +72,9 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
     most = min(at.work_tokens, rule.step_tokens_max)
     if not at.decoding and not at.entering:
         return Choice(Position.PREFILL, _until(at, times, most), "nobody decodes")
-    mixed = _mixed_tokens(at, times, rule, most)
+    mixed = _mixed_tokens(at, times, rule, most) if rule.cuts_prompts else 0
     alone = _alone_tokens(at, times, rule, most)
-    enough = min(most, times.worth_tokens())
+    enough = min(most, times.worth_tokens() if rule.cuts_prompts else at.head_tokens)
     if mixed >= enough and mixed >= alone:
         return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
     if alone >= enough:
