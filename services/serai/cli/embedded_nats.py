@@ -258,9 +258,11 @@ system_account: SYS
 
 
 def _between_sites() -> list[str]:
-    """What passes from one site to another: every conversation of the services, and nothing of JetStream."""
+    """What passes from one site to another: every conversation of the services, and nothing of JetStream. But for
+    asks: a site's macro-scheduler leads its own instances for its own ingresses, and two answers would be one too many.
+    """
     subjects = {one for allowed in _ROLES.values() for part in allowed for one in part}
-    return sorted(one for one in subjects if not one.startswith("$"))
+    return sorted(one for one in subjects if not one.startswith("$") and one != ADMISSION.every)
 
 
 def server_environment() -> dict[str, str]:
