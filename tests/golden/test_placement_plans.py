@@ -88,7 +88,7 @@ CASES = {
     "a gain that does not pay for the load": (
         Picture(
             pools(1, 1),
-            [runs("a0", "a", "p0", in_flight=3), runs("a1", "a", "p1", in_flight=3)],
+            [runs("a0", "a", "p0", in_flight=3), runs("a1", "a", "p1", in_flight=20)],
             [facts("a", 2.2), facts("b", 2.0, others_requests_s=1.75)],
         ),
         wanted((A, "p0", "a0"), (B, "p1", None)),

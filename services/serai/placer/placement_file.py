@@ -275,6 +275,8 @@ def _least_gpus(instances: Sequence[Option]) -> int:
 
 
 def _launchable(part: Fields) -> Launchable:
+    for name in ("gpu", "gpus", "most", "least", "namespace", "provider"):
+        part.has(name)  # Known, too, to what a misspelt one is told.
     launcher = part.only(["slurm", "kubernetes"])
     most, least = part.whole("most", least=1), part.whole("least", 0, least=0)
     made = Launchable(
