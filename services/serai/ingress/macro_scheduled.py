@@ -117,10 +117,10 @@ class _Model:
 class AdmissionClient:
     """One per ingress. `start` before the first ask; `look` is its only timer."""
 
-    def __init__(self, bus: Bus, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bus: Bus, patience_s: float, clock: Callable[[], float] | None = None) -> None:
         self._bus = bus
         self._patience_s = patience_s
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._inbox = f"{bus.inbox_prefix}.admission"
         self._models: dict[str, _Model] = {}
         self._by_number: dict[int, _Model] = {}

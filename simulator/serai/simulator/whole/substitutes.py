@@ -75,6 +75,16 @@ class OrderedSet(dict[T, None]):
         there = frozenset(other)
         return OrderedSet(item for item in self if item in there)
 
+    def __rsub__(self, other: Iterable[T]) -> OrderedSet[T]:
+        return OrderedSet(item for item in other if item not in self)
+
+    def __le__(self, other: Iterable[T]) -> bool:
+        there = frozenset(other)
+        return all(item in there for item in self)
+
+    def __ge__(self, other: Iterable[T]) -> bool:
+        return all(item in self for item in other)
+
     def __sub__(self, other: Iterable[T]) -> OrderedSet[T]:
         gone = frozenset(other)
         return OrderedSet(item for item in self if item not in gone)
