@@ -38,8 +38,8 @@ async def send_all(
                 await asyncio.sleep(max(0.0, due_s - loop.time()))
                 late_s = max(late_s, loop.time() - due_s)
                 group.create_task(_ask(port, messages[number], arrival, begin_s, sessions, number, results))
-    except* (BenchFailed, OSError) as errors:
-        raise BenchFailed(str(errors.exceptions[0])) from None
+    except ExceptionGroup as errors:
+        raise BenchFailed(str(errors.exceptions[0])) from errors
     return Outcomes(result for result in results if result is not None), late_s
 
 
