@@ -32,7 +32,7 @@ ROLES = {
 
 
 def main(base: Path) -> int:
-    """Fills the folders nats, ingress, registry, ledger, macro-scheduler and agent in `base`."""
+    """Fills the folders nats, ingress, registry, ledger, macro-scheduler, placer and agent in `base`."""
     with tempfile.TemporaryDirectory() as workshop:
         nats = EmbeddedNats(Path(workshop))
         for role in ROLES:

@@ -19,15 +19,16 @@ from serai.cli.embedded_nats import server_binary
 from serai.cli.main import COMMANDS, Command
 from serai.ingress.access import read_keys
 from serai.ingress.settings import IngressSettings
+from serai.placer.placement_file import read_placement
 from serai.worker_agent.engine.process import free_port
 from serai.worker_agent.settings import AgentSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "compose"
 ALWAYS = {"nats", "registry", "ledger", "ingress", "agent"}
-ON_REQUEST = {"agent-small-model", "keys", "macro-scheduler"}
+ON_REQUEST = {"agent-small-model", "agent-pool", "keys", "macro-scheduler", "placer"}
 ONCE = {"init", "keys"}
-SERAI = {"registry", "ledger", "macro-scheduler", "ingress", "agent", "agent-small-model"}
-ROLES = ("ingress", "registry", "ledger", "agent", "macro-scheduler")
+SERAI = {"registry", "ledger", "macro-scheduler", "ingress", "agent", "agent-small-model", "placer", "agent-pool"}
+ROLES = ("ingress", "registry", "ledger", "agent", "macro-scheduler", "placer")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_docker_compose_takes_the_files(command: list[str], files: list[str]) -> None:
     if shutil.which(command[0]) is None or subprocess.run([*command, "version"], capture_output=True).returncode:
         pytest.skip(f"{' '.join(command)} is not installed")
-    profiles = ["--profile", "small-model", "--profile", "tools", "--profile", "padg"]
+    profiles = ["--profile", "pool", "--profile", "small-model", "--profile", "tools", "--profile", "padg"]
     flags = [word for file in files for word in ("-f", str(FOLDER / file))]
     environment = os.environ | {"NATS_BIND": "192.0.2.1", "NATS_TLS_FOLDER": "/nowhere"}
     done = subprocess.run([*command, *flags, *profiles, "config", "--services"], capture_output=True, env=environment)
@@ -104,8 +105,14 @@ def test_each_role_sees_its_own_key_only(services: dict[str, dict[str, Any]]) ->
         role = "agent" if name.startswith("agent") else name
         volumes = services[name]["volumes"]
         data = [f"{role}-data:/var/lib/serai"] if role in ("ingress", "ledger") else []
+        data += ["./placement.yaml:/etc/serai/placement.yaml:ro"] if role == "placer" else []
         assert volumes == [f"{role}-credentials:/run/serai:ro", *data], name
         assert services[name]["environment"]["SERAI_NATS_NKEY_FILE"] == f"/run/serai/{role}.nk", name
+
+
+def test_the_placement_file_is_one() -> None:
+    read = read_placement((FOLDER / "placement.yaml").read_text(), "placement.yaml")
+    assert set(read.models) == {"model-a", "model-b"}
 
 
 def test_the_commands_exist(services: dict[str, dict[str, Any]]) -> None:
@@ -151,6 +158,7 @@ def test_init_makes_private_files_once(made_by_init: Path) -> None:
         "ledger/ledger.nk",
         "macro-scheduler/macro-scheduler.nk",
         "nats/nats.conf",
+        "placer/placer.nk",
         "registry/launcher.nk",
         "registry/registry.nk",
         "registry/system.nk",
