@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import yaml
 
-from integration.system import wait_for
+from integration.system import Process, System, wait_for
 from serai.worker_agent.engine.process import free_port
 
 SERAI = [sys.executable, "-m", "serai.cli.main"]
@@ -162,3 +162,79 @@ def test_demand_shifts_and_engines_move_by_themselves_without_a_failed_request(t
         assert (here.serving("a"), here.serving("b")) == (1, 3), "a placer that is gone takes nothing with it"
     assert load.faults == []
     assert load.whole > 30
+
+
+@dataclass
+class ByHand:
+    """A placer and pool agents of one said GPU each, without `serai up`."""
+
+    system: System
+
+    def write(self, requests_s: float = 0.0, **rules: Any) -> Path:
+        model = {
+            "engine": "emulated",
+            "min_replicas": 1,
+            "demand": {"requests_s": requests_s},
+            "instances": [{"gpu": "h100", "requests_s": 2, "load_s": 1}],
+        }
+        path = self.system.folder / "placement.yaml"
+        fresh = path.with_suffix(".fresh")
+        fresh.write_text(yaml.safe_dump({"models": {"m": model}, "rules": {"mode": "by-hand"} | rules}))
+        fresh.replace(path)
+        return path
+
+    def start_placer(self) -> Process:
+        flags = [
+            "--plan-every-s",
+            "1",
+            "--demand-every-s",
+            "1",
+            "--settle-s",
+            "0.5",
+            "--solve-s",
+            "0",
+            "--lease-s",
+            "3",
+        ]
+        return self.system.service("placer", "--placement-file", str(self.write()), *flags)
+
+    def start_pool(self, name: str) -> Process:
+        flags = ["--pool", "--pool-gpus", "H100:1", "--pool-name", name, "--pool-report-s", "1", "--engine-stop-s", "2"]
+        return self.system.service("agent", *flags)
+
+    def place(self, *words: str) -> subprocess.CompletedProcess[str]:
+        nats = ["--nats-url", f"nats://127.0.0.1:{self.system.nats_port}"]
+        key = ["--nats-nkey-file", str(self.system.nats.key_file("tools"))]
+        command = [*SERAI, "place", words[0], *nats, *key, *words[1:]]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_by_hand_nothing_moves_without_a_yes_and_nothing_that_runs_needs_the_placer(small_system: System) -> None:
+    here = ByHand(small_system)
+    pool = here.start_pool("one")
+    placer = here.start_placer()
+    wait_for(lambda: "placer.plan" in placer.log, "a plan is proposed")
+    shown = here.place("diff")
+    assert shown.returncode == 4, shown.stderr
+    assert "plan 1, proposed" in shown.stdout
+    assert "+ m on one, 1 GPU: m has fewer engines than its minimum of 1" in shown.stdout
+    stale, unknown = here.place("apply", "99"), here.place("explain", "nobody")
+    assert (stale.returncode, unknown.returncode) == (3, 3)
+    assert "plan 99 is stale: the last one is 1" in stale.stderr
+    assert "there is no model 'nobody' in the placement file (there is m)" in unknown.stderr
+    assert small_system.sessions() == 0
+
+    assert here.place("apply").returncode == 0
+    small_system.wait_for_sessions(1)
+    here.write(requests_s=-5)
+    wait_for(lambda: "placer.file_refused" in placer.log, "the file is refused")
+    assert "demand of `m`, requests_s: is -5.0; give 0 to 1e+06" in here.place("plan").stderr
+    assert small_system.sessions() == 1, "what runs is untouched"
+
+    placer.kill()
+    pool.kill()
+    small_system.wait_for_sessions(0)
+    again = here.start_pool("one")
+    small_system.wait_for_sessions(1)
+    assert "pool.start" in again.log, "it runs again what lies in KV, as a new session, without a placer"
+    assert again.terminate() == 0
