@@ -4,6 +4,7 @@ chooses nodes reads it there (`runtime/quarantine_list.py`)."""
 from __future__ import annotations
 
 from dataclasses import replace
+import time
 from datetime import UTC, datetime
 
 from serai.contracts.session_record import ENGINE_DIED, FAULTS_MAX, Fault, SessionMetadata
@@ -15,5 +16,5 @@ def with_fault(metadata: SessionMetadata, what: str, gpu: str = "") -> SessionMe
     """`metadata` with this fault, seen now. The first ones tell most: beyond FAULTS_MAX none is added."""
     if len(metadata.faults) >= FAULTS_MAX:
         return metadata
-    at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    at = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return replace(metadata, faults=[*metadata.faults, Fault(what, at, gpu)])
