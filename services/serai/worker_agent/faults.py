@@ -3,8 +3,8 @@ chooses nodes reads it there (`runtime/quarantine_list.py`)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from serai.contracts.session_record import ENGINE_DIED, FAULTS_MAX, Fault, SessionMetadata
