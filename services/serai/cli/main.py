@@ -99,6 +99,7 @@ COMMANDS: Tree = {
         "ablation": Command("serai.bench.simulate.ablation", "what the parts of a policy are worth"),
         "scaling": Command("serai.bench.simulate.scaling", "goodput by the number of instances"),
         "traces": Command("serai.bench.simulate.traces", "recorded traffic: what is attained, with how many GPUs"),
+        "failover": Command("serai.bench.simulate.failover", "macro-schedulers and instances fail, many seeds"),
         "fleet": Command("serai.bench.simulate.fleet", "ten thousand sessions and a hundred readers, with churn"),
     },
     "bench": {
