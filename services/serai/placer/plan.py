@@ -169,6 +169,10 @@ class _Planner:
         self._pools = {pool.name: pool for pool in picture.pools}
         self._live: dict[str, Instance] = {one.id: one for one in picture.instances}
         self._new: list[Option] = []
+        self._room = {pool.name: pool.gpus for pool in picture.pools}
+        """GPUs that nobody has, if what is planned so far is done."""
+        for one in picture.instances:
+            self._room[one.pool] = self._room.get(one.pool, 0) - one.option.gpus
         self._actions: list[PlanAction] = []
         self._held: list[str] = []
         self._let_go: list[str] = []
@@ -179,8 +183,7 @@ class _Planner:
         kept = {placed.session for placed in self._placement.placed if placed.session is not None}
         starts = [placed for placed in self._placement.placed if placed.session is None]
         stops = [one for one in self._picture.instances if one.id not in kept]
-        for change in self._ordered(self._changes(starts, stops)):
-            self._judge(change)
+        self._judge_all(self._ordered(self._changes(starts, stops)))
         self._stop_cold()
         gone = {action.assignment.id for action in self._actions if action.kind is ActionKind.STOP}
         keeps = [_keep(one) for one in self._picture.instances if one.id not in gone]
@@ -264,6 +267,19 @@ class _Planner:
 
         return sorted(changes, key=rank)
 
+    def _judge_all(self, changes: Sequence[_Change]) -> None:
+        """In order; who counts on room that an exchange leaves comes after it, or not at all when that is not done."""
+        waiting = list(changes)
+        while ready := [change for change in waiting if self._has_room(change)]:
+            self._judge(ready[0])
+            waiting.remove(ready[0])
+        for change in waiting:
+            for option in change.starts:
+                self._hold(option, f"there is no room on {change.pool} now")
+
+    def _has_room(self, change: _Change) -> bool:
+        return sum(option.gpus for option in change.starts) <= self._room.get(change.pool, 0) + change.gpus_taken
+
     def _judge(self, change: _Change) -> None:
         if why := self._why_not(change):
             for option in change.starts:
@@ -280,6 +296,7 @@ class _Planner:
             self._actions.append(_stop(one, f"its place is for {starts}: {why}"))
         self._moves += len(change.stops) + len(change.starts)
         self._moved_gpus += change.gpus_taken
+        self._room[change.pool] += change.gpus_taken - sum(option.gpus for option in change.starts)
 
     def _why_not(self, change: _Change) -> str:
         """Why not to do it; empty = do."""
