@@ -21,7 +21,8 @@ from math import log
 from serai.placer.fleet import Node
 
 CLASSES_MAX = 64
-"""Distinctions are given up, the least important first, until there are no more."""
+CELLS_MAX = 6000
+"""Classes times options. Distinctions are given up, the least important first, until there are no more."""
 ENDS_MAX = 12
 """Different ends of allocations that are told apart; more are rounded down."""
 _END_STEP = 1.25
@@ -72,6 +73,7 @@ def classify(
     *,
     by_provider: bool,
     by_domain: bool,
+    options: int = 1,
 ) -> list[NodeClass]:
     """Classes of `nodes` with their free GPUs. Nodes that are `occupied` stand alone where that is affordable, so that
     a plan knows what it can keep."""
@@ -81,7 +83,7 @@ def classify(
     for domain, alone in ((by_domain, True), (by_domain, False), (False, False)):
         distinctions = _Distinctions(by_provider, domain, alone)
         found = _grouped(nodes, ends, occupied, distinctions)
-        if len(found) <= CLASSES_MAX:
+        if len(found) <= CLASSES_MAX and len(found) * options <= CELLS_MAX:
             break
     return found
 

@@ -119,7 +119,7 @@ class Forecaster:
         history.seconds += seconds
 
     def ahead(self, model: str, now_s: float, lead_s: float, span_s: float) -> Forecast:
-        """The rate from `now_s + lead_s` on, for `span_s`: the highest of that time, since capacity must suffice then."""
+        """The rate from `now_s + lead_s` on, for `span_s`: the highest of that time."""
         history = self._models.get(model)
         if history is None:
             return NOTHING_KNOWN
