@@ -230,7 +230,8 @@ def _notes(figures: dict[str, float]) -> list[str]:
     return [
         f"of the {weights + placement:.1f} rps between ours and memP as published, {weights:.1f} come from the weight "
         f"that the router gave one slow instance and {placement:.1f} from placement; what placement brings is "
-        f"balance: the longest drain falls from {figures['memp_longest_drain_s']:.0f} to {figures['longest_drain_s']:.0f} s",
+        f"balance: the longest drain falls from {figures['memp_longest_drain_s']:.0f} to "
+        f"{figures['longest_drain_s']:.0f} s",
         "free parallelism chooses splits that were never measured; they are scored with the measured rate times the "
         "predicted ratio of the two splits. With the measured splits only, the cost model's plans are the two rows "
         "called fixed",
