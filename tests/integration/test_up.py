@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -163,3 +165,33 @@ def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
         done = subprocess.run([*UP, "--state", str(tmp_path), *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
         assert told in done.stderr
+
+
+def test_padg_shows_windows_that_roll(tmp_path: Path) -> None:
+    """Emulated engines with phases, a macro-scheduler, and a picture of who prefills when."""
+    with up(tmp_path, "--policy", "padg", "--agents", "2", "--engine-args=") as (_, facts):
+        site = facts["sites"][0]
+        tool = [sys.executable, "-m", "serai.cli.main", "macro", "explain", "--nats-url", site["nats_url"]]
+        tool += ["--nats-nkey-file", site["tools_nkey_file"]]
+
+        def picture() -> str:
+            return subprocess.run(tool, capture_output=True, text=True, check=False).stdout
+
+        wait_for(lambda: "2 of 2 instances obey" in picture(), "both instances obey")
+        body = {"model": facts["model"], "prompt": "abc " * 1500, "max_tokens": 60}
+        headers = {"Authorization": f"Bearer {facts['key']}"}
+
+        def answer(number: int) -> str:
+            time.sleep(number * 0.15)
+            got = httpx2.post(f"{facts['url']}/v1/completions", json=body, headers=headers, timeout=60)
+            assert got.status_code == 200, got.text
+            return str(got.headers["x-serai-session"])
+
+        with ThreadPoolExecutor(16) as threads:
+            sessions = set(threads.map(answer, range(16)))
+        assert len(sessions) == 2
+        rows = [line for line in picture().splitlines() if any(line.startswith(one[-12:]) for one in sessions)]
+        drawn = [row for row in rows if "█" in row and ("▁" in row or "▒" in row)]
+        assert drawn, picture()
+        metrics = httpx2.get(f"{facts['url']}/metrics").text
+        assert 'serai_ingress_admissions_total{decision="admit"' in metrics
