@@ -238,12 +238,21 @@ def test_load_is_the_difference_over_a_window() -> None:
     for _ in range(30):
         meter.leased(0.5, 60.0)
     load = meter.load(["a", "b", "silent"], 5.0, 0.1, 60.0, starting=2, waited_s=[0.1, 0.7])
-    assert (load.instances, load.starting, load.requests) == (3, 2, 300)
-    assert load.ttft_mean_s == pytest.approx(2.5)
-    assert load.ttft_slow_share == pytest.approx(0.1)
+    assert (load.instances, load.starting, load.requests) == (3, 2, 302)
+    assert load.ttft_mean_s == pytest.approx((300 * 2.5 + 0.8) / 302)
+    assert load.ttft_slow_share == pytest.approx(30 / 302)
     assert load.queue_age_s == 0.7
     assert load.utilisation == pytest.approx(15.0 / 30.0 / 3 + 0.4)
     assert load.saved_tpot_mean_s == pytest.approx((10 * 2.0 + 30 * 4.0) / 40)
+
+
+def test_who_waits_for_a_place_counts_as_slow_before_its_first_token() -> None:
+    meter = LoadMeter(30.0)
+    meter.reported(_report(first_tokens_total=0), 0.0)
+    meter.reported(_report(first_tokens_total=10, ttft_s_total=5.0), 20.0)
+    load = meter.load(["a"], 5.0, 0.1, 20.0, waited_s=[100.0] * 5)
+    assert load.ttft_mean_s == pytest.approx(505 / 15)
+    assert load.ttft_slow_share == pytest.approx(5 / 15)
 
 
 def test_a_full_cache_is_load_too_what_is_promised_counted() -> None:

@@ -212,7 +212,7 @@ class Group:
 
     def _due(self, now_s: float) -> list[GroupEffect]:
         """Beats and the like."""
-        return self.macros.due([now_s - entry.request.arrived_s for entry in self.pending.in_turn(_RETRIES)], now_s)
+        return self.macros.due(lambda: self.pending.ages_s(now_s), now_s)
 
     def _then_wake(self, effects: Sequence[GroupEffect]) -> list[GroupEffect]:
         at_s = self.macros.next_due_s()

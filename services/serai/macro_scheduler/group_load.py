@@ -6,12 +6,12 @@ last report and one of a window ago.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
 from serai.contracts.admission import InstanceReport
-from serai.macro_scheduler.scaling import Load, Samples, mean, utilisation
+from serai.macro_scheduler.scaling import TTFT_SHARE_MAX, Load, Samples, mean, utilisation
 
 MARKS_EVERY_S = 1.0
 """How often an instance's totals are noted."""
@@ -88,13 +88,17 @@ class LoadMeter:
         now_s: float,
         *,
         starting: int = 0,
-        waited_s: Iterable[float] = (),
+        waited_s: Sequence[float] = (),
     ) -> Load:
-        """Of the last window. `serving`: sessions that get leases; `waited_s`: of requests that have no place yet."""
+        """Of the last window. `serving`: sessions that get leases. `waited_s`: of all requests that have no place yet;
+        they count like first tokens, with what they have waited so far, or nothing would be seen of a group that
+        serves some quickly and others not at all."""
         seen = [self._instances[session] for session in serving if session in self._instances]
         reports = [one.report for one in seen]
         totals = [one.since_window() for one in seen]
-        first_tokens = sum([each.first_tokens for each in totals])
+        first_tokens = sum([each.first_tokens for each in totals]) + len(waited_s)
+        slow = sum([each.slow for each in totals]) + sum([one > TTFT_SHARE_MAX * slo_ttft_s for one in waited_s])
+        ttft_s = sum([each.ttft_s for each in totals]) + sum(waited_s)
         over_s = min(self._window_s, now_s - self._since_s) if self._since_s is not None else self._window_s
         prefill_s = sum(self._prefills.values(now_s))
         step_s = mean([report.step_s for report in reports if report.step_s > 0])
@@ -104,8 +108,8 @@ class LoadMeter:
             instances=len(serving),
             starting=starting,
             requests=first_tokens,
-            ttft_mean_s=sum([each.ttft_s for each in totals]) / first_tokens if first_tokens else 0.0,
-            ttft_slow_share=sum([each.slow for each in totals]) / first_tokens if first_tokens else 0.0,
+            ttft_mean_s=ttft_s / first_tokens if first_tokens else 0.0,
+            ttft_slow_share=slow / first_tokens if first_tokens else 0.0,
             queue_age_s=max(waited_s, default=0.0),
             utilisation=utilisation(prefill_s, max(over_s, 1.0), len(serving), step_s, slo_tpot_s, kv_share),
             saved_tpot_mean_s=_saved_s(reports),

@@ -7,7 +7,7 @@ effects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import assert_never
 
@@ -130,11 +130,11 @@ class MacroInstances:
         at_s = self._next_s if self._next_s is not None else self.next_due_s()
         return at_s is not None and now_s >= at_s
 
-    def due(self, waited_s: Sequence[float], now_s: float) -> list[GroupEffect]:
-        """Beats, claims, and what the load asks for. `waited_s`: of requests that have no place."""
+    def due(self, waited_s: Callable[[], Sequence[float]], now_s: float) -> list[GroupEffect]:
+        """Beats, claims, and what the load asks for. `waited_s`: of all requests that have no place."""
         effects = self._led(self.members.due(now_s))
         if self._meter is not None and now_s >= self._evaluation_due_s(self._meter):
-            effects += self._led(self._evaluated(self._meter, waited_s, now_s))
+            effects += self._led(self._evaluated(self._meter, waited_s(), now_s))
         return effects
 
     def next_due_s(self) -> float | None:

@@ -80,6 +80,10 @@ class PendingLine:
         slot.sort(key=lambda entry: (self._served.get(entry.request.ask.project, 0.0), entry.deadline_s))
         yield from slot[:most]
 
+    def ages_s(self, now_s: float) -> list[float]:
+        """For how long each has waited, since it arrived at its ingress."""
+        return [now_s - entry.request.arrived_s for _, _, entry in self._line]
+
     def serve(self, project: str, tokens: float) -> None:
         """A project was served so many tokens."""
         if len(self._served) >= _PROJECTS_MAX and project not in self._served:

@@ -100,7 +100,7 @@ class Load:
     starting: int = 0
     """Asked for, and not here yet."""
     requests: int = 0
-    """First tokens in the window; without any, TTFT says nothing."""
+    """First tokens in the window, and requests that wait for a place; without any, TTFT says nothing."""
     ttft_mean_s: float = 0.0
     ttft_slow_share: float = 0.0
     """Share of them that took more than `TTFT_SHARE_MAX` of the target; above 0.1, the 90th percentile did."""
