@@ -87,10 +87,10 @@ def _capacity_lines(facts: ModelFacts, serving: Sequence[Instance], situation: S
     for instances in kinds.values():
         option, where = instances[0].option, ", ".join(sorted(one.pool for one in instances))
         each = f"{option.requests_s:.2f} requests/s each within its targets" if option.requests_s else option.why
-        how = f"{_counted(option.gpus, 'GPU')} of kind {option.gpu}"
-        lines.append(f"{_counted(len(instances), 'engine')} on {how} serve: {each} ({where}).")
+        how = f"{_counted(option.gpus, 'GPU')} ({option.gpu})"
+        lines.append(f"Serving now: {_counted(len(instances), 'engine')} of {how}, {each}, on {where}.")
     if others:
-        lines.append(f"{_counted(others, 'session')} beside the pools serve it, too.")
+        lines.append(f"Beside the pools it has {_counted(others, 'session')}, which the placer does not touch.")
     return lines
 
 
@@ -102,7 +102,8 @@ def _loading_lines(here: Sequence[Instance], serving: Sequence[Instance]) -> lis
 def _change_lines(changes: Sequence[PlanAction]) -> list[str]:
     if not changes:
         return ["Nothing changes for it."]
-    return [f"To {action.kind} on {action.pool}: {action.why}." for action in changes]
+    what = {ActionKind.START: "start one on", ActionKind.STOP: "stop the one on", ActionKind.KEEP: "keep"}
+    return [f"Next: {what[action.kind]} {action.pool}, because {action.why}." for action in changes]
 
 
 def _missing_lines(model: str, decision: Decision, situation: Situation, share: float) -> list[str]:

@@ -20,6 +20,7 @@ import structlog
 
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.placement import (
+    ASSIGNMENT_LABEL,
     ActionKind,
     ApplyRequest,
     BadReport,
@@ -391,7 +392,10 @@ class Placer:
         replica = self.copy.replica
         ours = {run.session for view in views for run in view.report.runs}
         others = {
-            model: sum(record.session not in ours for record in replica.routable(model, now))
+            model: sum(
+                record.session not in ours and ASSIGNMENT_LABEL not in record.metadata.labels
+                for record in replica.routable(model, now)
+            )
             for model in self._file.models
         }
         statuses = {session: replica.status(session) for session in ours if session}

@@ -22,7 +22,7 @@ from prometheus_client import Gauge
 
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
-from serai.contracts.placement import Assignment, Assignments, PoolReport
+from serai.contracts.placement import ASSIGNMENT_LABEL, POOL_LABEL, Assignment, Assignments, PoolReport
 from serai.contracts.session_record import GpuDevice, Lifecycle
 from serai.contracts.subjects import ASSIGN, DRAIN, POOL
 from serai.runtime.bus import Bus, BusDisconnected, BusError, Message
@@ -34,6 +34,7 @@ from serai.worker_agent.drain import LEAVING_S, Ending, Reason
 from serai.worker_agent.drain_shell import Endings, Notice
 from serai.worker_agent.engine.base import EngineMisconfigured
 from serai.worker_agent.pool_book import (
+    Closing,
     Effect,
     IsSession,
     Over,
@@ -141,6 +142,7 @@ class Pool:
                 living = [tasks.create_task(one) for one in work]
                 await endings.notice.given.wait()
                 self._stopping = True
+                self.book.handle(Closing(), time.monotonic())
                 for subscription in subscriptions:
                     await subscription.unsubscribe()
                 await self._all_over()
@@ -258,7 +260,7 @@ class Pool:
         devices = [self._gpus[number] for number in gpus]
         template = self._templates[assignment.engine]
         command = command_of(template, assignment, devices[0].name if devices else "")
-        labels = {**self._settings.label_values, "pool": self.pool, "assignment": assignment.id}
+        labels = {**self._settings.label_values, POOL_LABEL: self.pool, ASSIGNMENT_LABEL: assignment.id}
         settings = replace(
             self._settings,
             pool=False,

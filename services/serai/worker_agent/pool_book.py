@@ -46,7 +46,12 @@ class Over:
     problem: str = ""
 
 
-Event = Told | IsSession | Serves | Over
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The whole agent drains, and ends."""
+
+
+Event = Told | IsSession | Serves | Over | Closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,10 @@ class PoolBook:
                     self._runs[id] = run.turned(RunState.SERVING if serving else RunState.STARTING, now)
             case Over(id, problem):
                 return self._over(id, problem, now)
+            case Closing():
+                self._runs = {
+                    id: run.turned(RunState.DRAINING, now) for id, run in self._runs.items() if run.state in _RUNNING
+                }
             case _:
                 assert_never(event)
         return []

@@ -17,6 +17,8 @@ from serai.contracts.session_record import GpuDevice
 ASSIGNMENTS_MAX = 64
 """Of one pool agent: it has at most so many GPUs (`session_record.GPUS_MAX`)."""
 POOL_CHARACTERS_MAX = 120
+POOL_LABEL, ASSIGNMENT_LABEL = "pool", "assignment"
+"""Labels of a session that a pool agent runs: where, and for what."""
 
 
 @dataclass(frozen=True, slots=True)
