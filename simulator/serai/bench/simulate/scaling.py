@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from serai.bench.report import Report, hand_out, say
+from serai.bench.simulate.dynamic_scaling import dynamic
 from serai.bench.simulate.goodput import effort_of
 from serai.bench.simulate.study.cells import MODELS, TARGETS, Candidate, Slice, paper_slice
 from serai.bench.simulate.study.command import (
@@ -49,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", choices=list(TARGETS), default="sharegpt", help="%(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--instances", nargs="+", type=int, metavar="N", help=f"({' '.join(map(str, INSTANCES))})")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="instead: a group that grows from 8 to 16 while the load rises"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         for count in arguments.instances or ():
             if not 1 <= count <= 256:
                 raise BadInput("--instances", f"has {count}", "give 1 to 256")
-        report = scaled(arguments)
+        report = dynamic(arguments) if arguments.dynamic else scaled(arguments)
     except (BadInput, ExtraMissing) as error:
         print(f"serai simulate scaling: {error}", file=sys.stderr)
         return 2
