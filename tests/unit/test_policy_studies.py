@@ -151,7 +151,7 @@ def test_ratios_average_as_the_paper_does_and_leave_failing_cases_out() -> None:
 
 def test_the_papers_table_has_a_row_where_we_have_a_figure() -> None:
     head, *rows = paper_table(TABLE, [A800, L20])
-    assert head[1:3] == ("paper", "its policy here")
+    assert head[1:3] == ("paper", "Algorithm 1 here")
     by_name = {row[0]: row for row in rows}
     assert by_name["T1: l20, a800, over vllm"][1:4] == ("2.01", "1.75", "-13%")
     assert by_name["T3: l20, over vllm"][2] == "2.00"

@@ -48,5 +48,7 @@ def _files(modules: Iterable[str]) -> Iterable[Path]:
         spec = find_spec(name)
         if spec is None or spec.origin is None:
             continue
-        file = Path(spec.origin)
+        origin = Path(spec.origin)
+        # A compiled module counts by its source.
+        file = origin if origin.suffix == ".py" else origin.with_name(f"{origin.name.partition('.')[0]}.py")
         yield from sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]

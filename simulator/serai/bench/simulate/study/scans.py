@@ -10,7 +10,7 @@ from serai.bench.simulate.study.systems import Result
 from serai.simulator.goodput import LEVELS, GoodputScan
 from serai.simulator.rising_scan import RisingScan, ScanPlan, rising_rates
 
-SHARES = (0.15, 0.35, 0.5, 0.65, 0.8, 0.95, 1.1, 1.25, 1.4, 1.6, 1.8)
+SHARES = (0.15, 0.35, 0.5, 0.65, 0.8, 0.95, 1.1, 1.25, 1.45, 1.65, 1.85)
 """Rates of the coarse scan, as shares of the slice's reference rate."""
 QUICK_SHARES = (0.25, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
 
@@ -22,8 +22,8 @@ class Effort:
     seeds: tuple[int, ...] = (1, 2, 3)
     shares: tuple[float, ...] = SHARES
     rounds: int = 2
-    counted_s: float = 45.0
-    requests_min: int = 500
+    counted_s: float = 35.0
+    requests_min: int = 400
     levels: tuple[float, ...] = LEVELS
 
 
