@@ -253,3 +253,11 @@ def test_on_several_nodes_there_is_an_agent_on_each(batch: Batch) -> None:
     assert "--nodes=2 --ntasks-per-node=1 --overlap --cpu-bind=none --kill-on-bad-exit=1 bash -c" in asked
     assert f"rm -rf -- {batch.folder}/scratch/serai-4711-" in asked
     assert batch.scratch == []
+
+
+def test_a_pool_agent_has_no_engine_and_no_model(batch: Batch) -> None:
+    batch.environment |= {"SERAI_NODES": "auto"}
+    assert batch.run("pool", "--pool-storage-mb-s", "2000") == 0
+    seen = batch.record()
+    assert seen["argv"] == ["agent", "--pool", "--pool-storage-mb-s", "2000"]
+    assert not {"SERAI_MODEL", "SERAI_NODES"} & set(seen["environment"])

@@ -14,9 +14,10 @@ import pytest
 
 from serai.contracts.codec import decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
-from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, WakeRequest
+from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, ScaleRequest, WakeRequest
+from serai.contracts.placement import Assignment, PoolReport, PoolRun, RunState
 from serai.contracts.registry import AllocationEnded
-from serai.contracts.session_record import Fault
+from serai.contracts.session_record import Fault, GpuDevice
 from serai.contracts.subjects import DRAIN, ENDED
 from serai.launcher.deployments import Deployment
 from serai.launcher.jobs import (
@@ -245,3 +246,63 @@ def test_h17_it_sees_no_whole_picture_before_everybody_has_spoken(shell: Shell) 
     assert launcher._blind() == "there is no connection to NATS"
     shell.bus.reconnect()
     assert launcher._blind().startswith("it has listened for 0 s only")
+
+
+# -- pool agents -----------------------------------------------------------------------------------------------------
+
+
+def pool_report(**fields: Any) -> PoolReport:
+    one = PoolRun(Assignment("g1-1", "m", "vllm"), RunState.SERVING, "s1", [0])
+    usual = {"allocation": "slurm-101", "gpus": [GpuDevice("u")], "runs": [one], "allocation_remaining_s": 600.0}
+    return PoolReport("slurm-101-n1", "i", 1, **(usual | fields))
+
+
+def sessions_seen(shell: Shell, report: PoolReport, silent_s: float = 0.0) -> list[SeenSession]:
+    shell.launcher.on_pool(Message("pool.x", encode(report)))
+    return list(shell.launcher._sessions({"slurm-101"}, time.monotonic() + silent_s))
+
+
+def test_a_pool_agent_is_to_its_job_what_a_session_is(shell: Shell) -> None:
+    """The sessions in it are the placer's business: they come and go, and the job goes on."""
+    for name, allocation in (("s1", "slurm-101"), ("s2", "slurm-102")):
+        record = record_of(name, site="local", allocation=allocation)
+        shell.launcher.copy.replica.merge(record, time.monotonic(), heard=True)
+    (seen,) = sessions_seen(shell, pool_report())
+    assert (seen.session, seen.state, seen.in_flight) == ("slurm-101-n1", SessionState.SERVING, 1)
+    assert 599 < (seen.remaining_s or 0.0) <= 600
+    (empty,) = sessions_seen(shell, pool_report(runs=[]))
+    assert (empty.state, empty.in_flight) == (SessionState.SERVING, 0), "an empty pool is no failed job"
+
+
+def test_a_pool_that_is_about_to_end_drains_and_then_has_left(shell: Shell) -> None:
+    (draining,) = sessions_seen(shell, pool_report(stopping=True))
+    assert (draining.state, draining.in_flight) == (SessionState.DRAINING, 1)
+    (left,) = sessions_seen(shell, pool_report(stopping=True, runs=[]), silent_s=20.0)
+    assert left.state is SessionState.LEFT
+    (silent,) = sessions_seen(shell, pool_report(), silent_s=20.0)
+    assert silent.state is SessionState.SUSPECTED
+
+
+def scale(shell: Shell, name: str, count: int) -> LauncherWord:
+    shell.launcher.on_scale(Message("launcher.scale.local", encode(ScaleRequest(name, count, "why")), "reply"))
+    return decode(LauncherWord, shell.bus.published[-1].payload)
+
+
+def test_the_placer_may_ask_for_more_slots_and_fewer_where_the_site_file_lets_it(shell: Shell) -> None:
+    assert "may be scaled to 0 at most, and 2 was asked for" in scale(shell, "chat", 2).problem
+    assert "there is no deployment 'none' (there is chat)" in scale(shell, "none", 2).problem
+    shell.launcher._deployments["chat"] = replace(CHAT, scale_to=3)
+    assert scale(shell, "chat", 3).problem == ""
+    assert shell.launcher._deployments["chat"].count == 3
+    assert "may be scaled to 3 at most, and 4 was asked for" in scale(shell, "chat", 4).problem
+    assert "-1 was asked for" in scale(shell, "chat", -1).problem
+    assert scale(shell, "chat", 0).problem == ""
+    asyncio.run(shell.launcher.lease.beat())
+    assert shell.keys.value is not None
+    assert decode(LauncherState, shell.keys.value).scaled == {"chat": 0}
+
+
+def test_what_was_asked_for_outlives_the_launcher(shell: Shell) -> None:
+    shell.launcher._deployments["chat"] = replace(CHAT, scale_to=3)
+    shell.launcher._restore(LauncherState("other", 1, scaled={"chat": 2, "gone": 5}))
+    assert shell.launcher._deployments["chat"].count == 2
