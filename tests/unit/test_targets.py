@@ -70,3 +70,14 @@ def test_pictures_count_by_their_number_and_not_by_their_bytes() -> None:
 def test_how_much_a_request_asks_for(body: str, tokens: int, outputs: int) -> None:
     asked = read_fields(parsed_object(body.replace("{", MODEL, 1).replace(",}", "}").encode()))
     assert (asked.output_tokens_max, asked.outputs) == (tokens, outputs)
+
+
+@pytest.mark.parametrize(("said", "best_effort"), [("yes", True), ("no", False), (" No ", False)])
+def test_a_caller_says_whether_late_is_better_than_refused(said: str, best_effort: bool) -> None:
+    assert read_targets({"x-slo-best-effort": said}, 600, "normal").best_effort is best_effort
+
+
+@pytest.mark.parametrize("said", ["", "maybe", "false"])
+def test_what_is_neither_yes_nor_no_is_refused(said: str) -> None:
+    with pytest.raises(ApiError, match="x-slo-best-effort"):
+        read_targets({"x-slo-best-effort": said}, 600, "normal")

@@ -83,6 +83,7 @@ _HEADERS_IN = {
     "x-request-timeout": "Longest time that the whole request may take, in seconds.",
     "x-slo-ttft-ms": "Time to the first token that is of use, in milliseconds; refused early when it cannot be kept.",
     "x-slo-tpot-ms": "Time per further token that is of use, in milliseconds.",
+    "x-slo-best-effort": "Under the policy `macro-scheduled`, `no`: refused when these times cannot be met, not late.",
     "x-priority": "`interactive`, `normal` or `batch`; never above the class of the caller.",
 }
 _HEADER_SCHEMAS: dict[str, Schema] = {
@@ -91,6 +92,7 @@ _HEADER_SCHEMAS: dict[str, Schema] = {
     "x-request-timeout": {"type": "number", "exclusiveMinimum": 0},
     "x-slo-ttft-ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
     "x-slo-tpot-ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
+    "x-slo-best-effort": {"enum": ["yes", "no"]},
     "x-priority": {"enum": ["interactive", "normal", "batch"]},
 }
 """Of those that are more than text."""
