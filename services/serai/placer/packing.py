@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from serai.placer.classes import NodeClass
 from serai.placer.options import Option
@@ -70,8 +71,9 @@ class _Class:
         """Which sessions stay, and what is to be started beside them."""
         kept: list[Running] = []
         fresh: list[Option] = []
+        emptying = self._emptying(wanted)
         for key, (option, count) in wanted.items():
-            sessions = sorted((s for s in self.here if s.option.key == key), key=self._dearness)
+            sessions = sorted((s for s in self.here if s.option.key == key), key=partial(self._dearness, emptying))
             kept += sessions[:count]
             fresh += [option] * max(0, count - len(sessions))
         for session in kept:
@@ -81,10 +83,23 @@ class _Class:
                 self.domains[session.option.model].add(self.nodes[name].domain)
         return kept, fresh
 
-    def _dearness(self, session: Running) -> tuple[float, float, str]:
-        """Allocations that last, then sessions that have served long."""
+    def _emptying(self, wanted: dict[str, tuple[Option, int]]) -> dict[str, int]:
+        """GPUs of each node that hold sessions of which not all are wanted: what ends should end together, so that
+        whole nodes become free."""
+        running: Counter[str] = Counter(session.option.key for session in self.here)
+        found: Counter[str] = Counter()
+        for session in self.here:
+            key = session.option.key
+            if running[key] > (wanted[key][1] if key in wanted else 0):
+                found.update(dict(session.nodes))
+        return found
+
+    def _dearness(self, emptying: dict[str, int], session: Running) -> tuple[int, float, float, str]:
+        """Those on nodes where everything stays, then allocations that last, then sessions that have served long."""
+        others = sum(emptying.get(name, 0) - gpus for name, gpus in session.nodes)
         ends = [self.nodes[name].ends_in_s for name, _ in session.nodes]
-        return (-min((end if end is not None else float("inf")) for end in ends), -session.since_s, session.session)
+        lasts_s = min(float("inf") if end is None else end for end in ends)
+        return (others, -lasts_s, -session.since_s, session.session)
 
     def _room(self, option: Option) -> list[str] | None:
         """The tightest nodes with room, in failure domains of their own where the model asks for that."""

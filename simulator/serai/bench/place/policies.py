@@ -81,11 +81,12 @@ class Static:
 @dataclass
 class Dynamic:
     """The placer as it runs: forecasts from what was seen, the solver from what runs, and the rules of `plan.py` for
-    what is worth moving. It begins with nothing known but the rates of the first hour."""
+    what is worth moving. It begins where a static placement stays, and knows nothing of what comes."""
 
     trace: RateTrace
     fleet: Fleet
     options: Sequence[Option]
+    start: Sequence[Start]
     rules: PlanRules
     solve_s: float = 0.0
     every_s: float = 120.0
@@ -97,12 +98,8 @@ class Dynamic:
     held: int = 0
 
     def begin(self) -> Sequence[Start]:
-        """For the first hour's mean rates: as an operator would begin."""
-        steps = min(self.trace.steps, round(3600 / STEP_S))
-        rates = [sum(row[:steps]) / (steps * STEP_S) for row in self.trace.counts]
-        demands = [demand_of(self.trace, place, rate) for place, rate in enumerate(rates)]
-        placement = solve(self.fleet, demands, self.options, limits=SolveLimits(self.solve_s))
-        return [Start(placed.option, placed.nodes[0][0]) for placed in placement.placed]
+        """Where the best static placement begins."""
+        return self.start
 
     def decide(self, now_s: float, seen: Mapping[str, int], engines: Sequence[Engine]) -> Sequence[Start | Stop]:
         """One round of the placer."""
