@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 
 from serai.placer.placement_file import Mode, read_placement
 from serai.runtime.fields import BadInput
+from serai.worker_agent.pool_templates import read_templates
 
 WHOLE = """
 models:
@@ -115,3 +119,17 @@ def test_what_is_wrong_is_told_with_its_place(path: str, value: object, told: st
 def test_a_model_that_is_written_twice() -> None:
     with pytest.raises(BadInput, match="key 'a' is written twice"):
         read_placement("models:\n  a: {}\n  a: {}\n", "placement.yaml")
+
+
+def test_the_file_in_the_document_is_one() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    (example,) = re.findall(r"```yaml\n(# placement.yaml.*?)```", document, re.DOTALL)
+    read = read_placement(example, "placement.yaml")
+    assert set(read.models) == {"chat", "own-engine"}
+    assert len(read.launchables) == 2
+
+
+def test_the_templates_in_the_document_are_some() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    (example,) = re.findall(r"```yaml\n(engines:.*?)```", document, re.DOTALL)
+    assert "vllm-apptainer" in read_templates(example, "templates.yaml")
