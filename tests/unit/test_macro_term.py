@@ -146,6 +146,15 @@ def test_it_is_silent_when_the_lease_is_not_young_and_refers_elsewhere_before_an
     run(story)
 
 
+def test_an_ask_that_none_of_its_instances_may_have_is_for_another_policy() -> None:
+    async def story(place: Place) -> None:
+        await place.begin()
+        assert [one.decision for one in place.ask("a", excluded=["s0", "s1", "s9"])] == [Decision.UNKNOWN]
+        assert [one.session for one in place.ask("b", excluded=["s0"])] == ["s1"]
+
+    run(story)
+
+
 def test_who_waits_gets_a_place_when_a_report_makes_room() -> None:
     async def story(place: Place) -> None:
         await place.begin()

@@ -55,7 +55,7 @@ class Outcome(Enum):
     ABSENT = "absent"
     SILENT = "silent"
     UNKNOWN = "unknown"
-    """It leads no group for the model."""
+    """None of its instances obeys it yet, or none may have the request: the ingress may know of others."""
     FULL = "full"
     BUS_LOST = "bus lost"
     TIMED_OUT = "timed out"
@@ -243,7 +243,6 @@ class AdmissionClient:
         elif answer.decision is Decision.WAIT:
             model.told_to_wait[answer.request_id] = waiting
         elif answer.decision is Decision.UNKNOWN:
-            model.absent_until_s = self._clock() + ABSENT_S
             waiting.future.set_result(Outcome.UNKNOWN)
         elif answer.decision is not Decision.REFUSE and (answer.lease is None or not answer.session):
             log.warning("admission.malformed", error=f"{answer.decision} without session or lease")

@@ -58,6 +58,7 @@ class MacroScheduler:
         self._raw: dict[str, bytes] = {}
         """Sessions' last reports, as they came: a follower reads them when it becomes leader, not before."""
         self._model_of: dict[str, str] = {}
+        self._tidied_at_s = 0.0
         self._wake = asyncio.Event()
         self.copy.on_change = self._wake.set
 
@@ -107,6 +108,9 @@ class MacroScheduler:
             if instances and model not in self.candidates and len(self.candidates) < MODELS_MAX:
                 candidate = self.candidates[model] = self._candidate(model)
                 self._standing[model] = tasks.create_task(candidate.run())
+        if now - self._tidied_at_s > FORGOTTEN_AFTER_S:
+            self._tidied_at_s = now
+            self._tidy(now)
         for model in [one for one, seen_s in self._seen_at_s.items() if now - seen_s > FORGOTTEN_AFTER_S]:
             self._forget(model)
 
@@ -135,6 +139,12 @@ class MacroScheduler:
         for session in gone:
             del self._model_of[session]
             self._raw.pop(session, None)
+
+    def _tidy(self, now: float) -> None:
+        """Sessions that serve no more are forgotten, also of models that are served on."""
+        there = {one.session for model in self._seen_at_s for one in self.copy.replica.routable(model, now)}
+        self._model_of = {session: model for session, model in self._model_of.items() if session in there}
+        self._raw = {session: data for session, data in self._raw.items() if session in there}
 
     def _is_ours(self, model: str) -> bool:
         return any(fnmatchcase(model, pattern) for pattern in self._settings.models)

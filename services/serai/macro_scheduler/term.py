@@ -211,7 +211,7 @@ class Term:
         if problem := ask_problem(ask):
             self._answer(AdmissionAnswer(ask.request_id, Decision.REFUSE, reason=problem), reply, final=True)
             return
-        if not self._obeying:
+        if not self._obeying or (ask.excluded and self._obeying <= set(ask.excluded)):
             self._answer(AdmissionAnswer(ask.request_id, Decision.UNKNOWN), reply, final=True)
             return
         name, tilde, _ = ask.request_id.rpartition("~")

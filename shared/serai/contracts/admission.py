@@ -27,7 +27,7 @@ class Decision(StrEnum):
     WAIT = "wait"
     """Not yet: the final answer follows."""
     UNKNOWN = "unknown"
-    """This scheduler has no group for the model, or does not lead it: ask nobody, use another policy."""
+    """None of its instances obeys this scheduler yet, or none may have the request: use another policy for it."""
 
 
 class Lease(msgspec.Struct, frozen=True):
