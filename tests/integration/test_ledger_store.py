@@ -235,3 +235,5 @@ def test_how_much_of_each_model_was_asked_for(store: SqlStore) -> None:
     assert known.output.mean == pytest.approx(5)
     assert known.cached_share == pytest.approx(10 / 155)
     assert [use.model for use in store.demand(DemandRequest("2026-11-01T12:00:27Z", 10.0, 1))] == ["other"]
+    day = store.demand(DemandRequest("2026-11-01T00:00:00Z", 1800.0, 48, ["m"]))
+    assert [place for place, count in enumerate(day[0].arrivals) if count] == [24]

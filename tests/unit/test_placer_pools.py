@@ -12,6 +12,7 @@ from serai.contracts.session_record import GpuDevice
 from serai.contracts.usage import DemandAnswer, LengthQuantiles, ModelUse
 from serai.placer.observed import demand_of, observed
 from serai.placer.options import Option
+from serai.placer.past import Past
 from serai.placer.placement import Missing
 from serai.placer.placement_file import Launchable, read_placement
 from serai.placer.pools import Pools, PoolView, fleet_of
@@ -140,6 +141,21 @@ def test_the_file_is_the_least_and_usage_what_is_more() -> None:
     assert demand_of(model, seen(0, 0, 0, 0)).requests_s == 1
     more = demand_of(model, seen(5, 5, 5, 5))
     assert (more.requests_s, more.planned_requests_s > 5) == (5, True)
+
+
+def test_what_comes_each_morning_is_started_before_it_comes() -> None:
+    past = Past()
+    hours = [20 if 9 <= hour < 17 else 0 for hour in range(24)]
+    morning_s = 8 * 86_400.0
+    answer = DemandAnswer([ModelUse("m", [count for count in hours for _ in range(2)] * 7)])
+    past.hear(answer, ["m", "n"], morning_s - 7 * 86_400, 1800.0, 336)
+    loads_s = {"m": 300.0}
+    assert past.prewarm(loads_s, morning_s + 3 * 3600.0) == frozenset()
+    assert past.prewarm(loads_s, morning_s + 8.95 * 3600.0) == {"m"}
+    steady = {"m": seen(5, 5, 5, 5)}
+    assert past.with_rises(steady, loads_s, 4.0, morning_s) == steady  # type: ignore[arg-type, comparison-overlap]
+    past.hear(answer, ["m"], morning_s - 7 * 86_400, 1800.0, 336)
+    assert past.told_until_s == morning_s, "what is known is not counted again"
 
 
 # -- wishes --------------------------------------------------------------------------------------------------------

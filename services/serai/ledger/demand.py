@@ -15,6 +15,8 @@ from typing import Any
 from serai.contracts.usage import DemandRequest, ModelUse
 
 ASKED_MODEL = "CASE model WHEN '' THEN model_asked ELSE model END"
+COARSE_S = 600.0
+"""Spans of so long need no seconds: minutes do, and a week of them is little."""
 QUANTILES = ("prompt_tokens", "output_tokens")
 BUCKETS_MAX = 2_000
 MODELS_MAX = 2_000
@@ -30,6 +32,11 @@ def why_not(request: DemandRequest) -> str:
     if not 1 <= request.buckets <= BUCKETS_MAX:
         return f"buckets: {request.buckets} is not within 1 and {BUCKETS_MAX}"
     return f"models: {len(request.models)}; at most {MODELS_MAX}" if len(request.models) > MODELS_MAX else ""
+
+
+def moment_column(request: DemandRequest) -> str:
+    """To the second, or to the minute where that is enough."""
+    return f"substr(started, 1, {16 if request.bucket_s >= COARSE_S else 19})"
 
 
 def demand_conditions(request: DemandRequest, mark: str) -> tuple[str, tuple[object, ...]]:

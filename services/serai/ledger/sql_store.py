@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serai.contracts.usage import DemandRequest, LengthQuantiles, ModelUse, Spent, UsageRecord
-from serai.ledger.demand import ASKED_MODEL, QUANTILES, counted, demand_conditions
+from serai.ledger.demand import ASKED_MODEL, QUANTILES, counted, demand_conditions, moment_column
 from serai.ledger.schema import COLUMNS, STEPS, row
 
 BUSY_S = 5.0
@@ -139,11 +139,11 @@ class SqlStore:
         return found
 
     def demand(self, request: DemandRequest) -> list[ModelUse]:
-        """What was asked of each model, by the second in SQL, and from there by the spans that are wanted."""
+        """What was asked of each model: by the second in SQL, or the minute, and from there by the spans wanted."""
         where, values = demand_conditions(request, self._place.mark)
         with self._working() as cursor:
             cursor.execute(
-                f"SELECT {ASKED_MODEL}, substr(started, 1, 19), count(*), "
+                f"SELECT {ASKED_MODEL}, {moment_column(request)}, count(*), "
                 "sum(CASE outcome WHEN 'refused' THEN 1 ELSE 0 END), sum(prompt_tokens), sum(cached_tokens) "
                 f"FROM usage_records WHERE {where} GROUP BY 1, 2",
                 values,

@@ -44,6 +44,7 @@ from serai.placer.explain import model_words, pool_words
 from serai.placer.launchers.base import Launcher
 from serai.placer.leading import Memory, lease_of
 from serai.placer.observed import Observed, observed
+from serai.placer.past import WEEK_BUCKET_S, WEEK_BUCKETS, Past
 from serai.placer.placement import SolveLimits
 from serai.placer.placement_file import Mode, PlacementFile
 from serai.placer.plan import failed_key
@@ -106,6 +107,7 @@ class Placer:
         self._listening_since_s = time.monotonic()
         self._usage: dict[str, Observed] = {}
         self._usage_at_s = -math.inf
+        self._past = Past()
         self._carrying: CarryingOut | None = None
         self._decision: Decision | None = None
         self._words: list[ModelWord] = []
@@ -166,22 +168,41 @@ class Placer:
         window_s, cold_s = self._file.demand_window_s, self._file.rules.cold_after_s or 0.0
         bucket_s = float(max(1, math.ceil(window_s / DEMAND_BUCKETS)))
         buckets = min(2_000, math.ceil(max(window_s, cold_s + 2 * bucket_s) / bucket_s) + 1)
-        now = time.time()
-        since = datetime.fromtimestamp(now - buckets * bucket_s, UTC).isoformat(timespec="milliseconds")
-        request = DemandRequest(since, bucket_s, buckets, sorted(self._file.models))
+        if not self._past.told_until_s:
+            await self._ledger_says(WEEK_BUCKET_S, WEEK_BUCKETS)
+        answer = await self._ledger_says(bucket_s, buckets)
+        if answer is None:
+            return
+        seen = observed(answer, bucket_s=bucket_s, window_s=window_s, age_s=bucket_s)
+        self._usage = self._past.with_rises(seen, self._loads_s, window_s, time.time())
+        self._usage_at_s = time.monotonic()
+
+    async def _ledger_says(self, bucket_s: float, buckets: int) -> DemandAnswer | None:
+        """The last so many spans, up to now; None when nobody tells."""
+        since_s = time.time() - buckets * bucket_s
+        models = sorted(self._file.models)
+        since = datetime.fromtimestamp(since_s, UTC).isoformat(timespec="milliseconds")
+        subject, request = USAGE_DEMAND.of_site(self._settings.site), DemandRequest(since, bucket_s, buckets, models)
         try:
-            message = await self._bus.request(
-                USAGE_DEMAND.of_site(self._settings.site), encode(request), DEMAND_TIMEOUT_S
-            )
+            message = await self._bus.request(subject, encode(request), DEMAND_TIMEOUT_S)
             answer = decode(DemandAnswer, message.data)
             if answer.problem:
                 raise BusError(answer.problem)
         except (BusError, MalformedMessage) as error:
             if self._usage_known:
                 log.warning("placer.no_demand", error=str(error), effect="what is known already, and the file, count")
-            return
-        self._usage = observed(answer, bucket_s=bucket_s, window_s=window_s, age_s=bucket_s)
-        self._usage_at_s = time.monotonic()
+            return None
+        self._past.hear(answer, models, since_s, bucket_s, buckets)
+        return answer
+
+    @property
+    def _loads_s(self) -> dict[str, float]:
+        """What an engine of each model takes to serve, at least."""
+        options = self._decision.options.feasible if self._decision is not None else ()
+        loads: dict[str, float] = {}
+        for option in options:
+            loads[option.model] = min(loads.get(option.model, math.inf), option.load_s)
+        return loads
 
     @property
     def _usage_known(self) -> bool:
@@ -409,7 +430,7 @@ class Placer:
             self.memory.moves_last_hour(now),
             self.memory.failed_for_s(now),
             self.memory.warm,
-            frozenset(),
+            self._past.prewarm(self._loads_s, time.time()),
             {id: now - born_s for id, born_s in self._born_s.items()},
         )
 
