@@ -52,7 +52,7 @@ from serai.simulator.reports.tables import write_table_csv
 _T = TypeVar("_T")
 ORDINARY = ("vllm", "sarathi")
 GOAL_POINTS = -1.0
-CELLS, QUICK_CELLS, CELLS_MAX = 360, 24, 20_000
+CELLS, QUICK_CELLS, CELLS_MAX = 330, 24, 20_000
 REQUESTS_MIN, QUICK_REQUESTS_MIN = 150, 100
 LOOK_AGAIN_POINTS = -0.5
 CLOSER = 4
