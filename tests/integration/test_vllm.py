@@ -6,13 +6,16 @@ their order: the last ones end the engine that the others use.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +25,10 @@ import openai
 import pytest
 
 from integration.system import Process, System, private_system, wait_for
+from serai.contracts.admission import GateMode, InstanceReport, InstanceState, TakeInstance
+from serai.contracts.codec import decode, encode
+from serai.contracts.subjects import INSTANCE, TAKE
+from serai.runtime.nats_bus import NatsAddress, NatsBus
 from serai.worker_agent.engine.counters import VLLM_COUNTERS, VLLM_GAUGES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
@@ -56,9 +63,11 @@ def start_agent(system: System, *, wait: bool = True) -> Process:
     command = [str(VLLM), "serve", str(MODEL_FOLDER), "--served-model-name", MODEL, "--dtype", "float32"]
     limits = ["--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager"]
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    # As long as nobody takes the instance it schedules as vLLM's own does, so all that follows is to hold with it, too.
+    phases = ["--scheduler-cls", "serai_vllm.scheduler.PhaseScheduler"]
     # A CPU reads prompts a hundred times slower than what is assumed of vLLM.
     flags = ["--model", MODEL, "--prefill-s-per-token", "0.1", "--engine-stop-s", "30", "--drain-s", "120"]
-    agent = system.service("agent", *flags, "--", *command, *limits, *tools, environment=ENVIRONMENT)
+    agent = system.service("agent", *flags, "--", *command, *limits, *tools, *phases, environment=ENVIRONMENT)
     if wait:
         wait_until_serving(agent)
         system.wait_for_sessions(1, MODEL)
@@ -204,6 +213,41 @@ def test_a_client_that_leaves_frees_its_place_within_a_second(serving: Serving, 
     took_s = time.monotonic() - left_at_s
     print(f"free after {took_s:.2f} s; a step took up to {step_s:.2f} s")
     assert took_s < 1.0 + step_s
+
+
+def test_its_scheduler_tells_the_phase_gate_of_its_steps(serving: Serving, sdk: openai.OpenAI) -> None:
+    """The test is the macro-scheduler for a moment; when it falls silent the instance goes on by itself."""
+    assert '"schedulers":1' in serving.agent.log, "it has dialled the agent"
+    line = next(line for line in serving.agent.log.splitlines() if "agent.serving" in line)
+    session, system = json.loads(line)["session"], serving.system
+    reports: list[InstanceReport] = []
+
+    async def macro(done: threading.Event) -> InstanceState:
+        address = NatsAddress(f"nats://127.0.0.1:{system.nats_port}", system.nats.key_file("macro-scheduler"))
+        bus = await NatsBus.connect(address, "macro-scheduler")
+        await bus.subscribe(INSTANCE.of(session), lambda message: reports.append(decode(InstanceReport, message.data)))
+        take = encode(TakeInstance("test", 1, GateMode.PADG, 0.1, 2.0))
+        state = decode(InstanceState, (await bus.request(TAKE.of(session), take, 5)).data)
+        while not done.is_set():
+            await asyncio.sleep(0.5)
+            await bus.request(TAKE.of(session), take, 5)
+        await bus.aclose()
+        return state
+
+    done = threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        taking = threads.submit(lambda: asyncio.run(macro(done)))
+        asked: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+        wait_for(lambda: reports or taking.done(), "it reports", 20)
+        answers = list(threads.map(lambda _: sdk.chat.completions.create(**asked), range(3)))
+        done.set()
+        assert taking.result().accepted
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert all(answer.usage is not None and answer.usage.completion_tokens == 12 for answer in answers)
+    assert max(report.kv_tokens_total for report in reports) > 1000
+    assert max(report.step_s for report in reports) > 0, "steps were told"
+    assert any(report.prefilling for report in reports), "windows were seen"
+    wait_for(lambda: "take.owner_silent" in serving.agent.log, "two beats without an owner", 20)
 
 
 def test_a_broken_stream_goes_on_with_the_same_text(serving: Serving, sdk: openai.OpenAI) -> None:
