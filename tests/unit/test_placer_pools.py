@@ -15,7 +15,7 @@ from serai.placer.options import Option
 from serai.placer.past import Past
 from serai.placer.placement import Missing
 from serai.placer.placement_file import Launchable, read_placement
-from serai.placer.pools import Pools, PoolView, fleet_of
+from serai.placer.pools import Pools, PoolView, fleet_of, judged
 from serai.placer.wishes import Wish, wishes
 
 GPUS = [GpuDevice("u0", "NVIDIA H100 80GB HBM3"), GpuDevice("u1", "NVIDIA H100 80GB HBM3")]
@@ -84,6 +84,19 @@ def test_silence_first_doubts_a_pool_and_then_drops_it() -> None:
     assert problem(pools, 5.0) == ""
     assert problem(pools, 9.0) == "it has been silent for 9 s"
     assert pools.views(61.0) == []
+
+
+def test_quarantine_and_the_end_of_an_allocation_keep_new_engines_away() -> None:
+    pools = Pools("local")
+    pools.hear(report("p", host="n1"), 0.0)
+    pools.hear(report("q", host="n2", allocation_remaining_s=100.0), 0.0)
+    pools.hear(report("r", host="n3", allocation_remaining_s=900.0), 0.0)
+    found = judged(pools.views(0.0), {"n1": "uncorrectable ECC error"}, leaving_s=180.0)
+    assert [view.problem for view in found] == [
+        "its host is in quarantine: uncorrectable ECC error",
+        "its allocation ends in 100 s",
+        "",
+    ]
 
 
 def test_another_sites_pool_and_an_overtaken_report_do_not_count() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from serai.contracts.placement import PoolReport, RunState
 from serai.performance.hardware import UnknownHardware, find_gpu
@@ -116,6 +116,23 @@ class Pools:
         elif silent_s > SILENT_INTERVALS * report.interval_s:
             problem = f"it has been silent for {silent_s:.0f} s"
         return PoolView(report, gpu, problem, silent_s)
+
+
+def judged(views: Sequence[PoolView], quarantined: Mapping[str, str], leaving_s: float) -> list[PoolView]:
+    """`views`, and why some of them get nothing new for reasons that are not in their own words. `quarantined`: hosts,
+    and why; `leaving_s`: an allocation that ends sooner is left, so that its engines are started elsewhere in time."""
+    return [_judged(view, quarantined, leaving_s) for view in views]
+
+
+def _judged(view: PoolView, quarantined: Mapping[str, str], leaving_s: float) -> PoolView:
+    remaining_s = view.report.allocation_remaining_s
+    if view.problem:
+        return view
+    if why := quarantined.get(view.report.host):
+        return replace(view, problem=f"its host is in quarantine: {why}")
+    if remaining_s is not None and remaining_s < leaving_s:
+        return replace(view, problem=f"its allocation ends in {remaining_s:.0f} s")
+    return view
 
 
 def fleet_of(views: list[PoolView]) -> Fleet:

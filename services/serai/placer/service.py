@@ -48,7 +48,7 @@ from serai.placer.past import WEEK_BUCKET_S, WEEK_BUCKETS, Past
 from serai.placer.placement import SolveLimits
 from serai.placer.placement_file import Mode, PlacementFile
 from serai.placer.plan import failed_key
-from serai.placer.pools import Pools, PoolView
+from serai.placer.pools import Pools, PoolView, judged
 from serai.placer.settings import PlacerSettings
 from serai.placer.told import Overtaken, Told
 from serai.placer.wishes import wishes
@@ -56,6 +56,7 @@ from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.connection_settings import host_name
 from serai.runtime.fields import BadInput
 from serai.runtime.kv_lease import StateKeys
+from serai.runtime.quarantine_list import quarantined
 from serai.runtime.registry_copy import RegistryCopy
 
 log = structlog.get_logger()
@@ -69,6 +70,8 @@ REPLAN_S = 60.0
 HELD_SAID_MAX = 20
 WISH_AGAIN_S = 60.0
 """Launchers are told again what is wanted after so long: they may have been started anew."""
+LOAD_S, LEAVING_MARGIN_S = 120.0, 30.0
+"""What an engine takes to load, until options say; and what a successor of it is started earlier than need be."""
 NEWS_PAUSE_S = 1.0
 """After news a plan is made at once, but not more often than this."""
 
@@ -221,6 +224,13 @@ class Placer:
             return f"it has listened for {listened_s:.0f} s only, of {self._settings.settle_s:g}"
         return ""
 
+    def _views(self, now: float) -> list[PoolView]:
+        """Pools as they are, with what the registry and the clock say of them."""
+        bad = quarantined(self.copy.replica.records(), self._settings.site, time.time())
+        loads_s = max(self._loads_s.values(), default=LOAD_S)
+        leaving_s = loads_s + self._file.rules.drain_s + LEAVING_MARGIN_S
+        return judged(self.pools.views(now), {one.host: one.reason for one in bad}, leaving_s)
+
     # -- the loop ------------------------------------------------------------------------------------------------
 
     async def _looking(self) -> None:
@@ -239,7 +249,7 @@ class Placer:
 
     async def _look(self) -> None:
         now = time.monotonic()
-        views = self.pools.views(now)
+        views = self._views(now)
         reports = {view.name: view.report for view in views}
         for report in reports.values():
             await self.told.learn(report)
@@ -595,7 +605,7 @@ class Placer:
             blind,
             self.memory.plan,
             self._words,
-            pool_words(self.pools.views(time.monotonic())),
+            pool_words(self._views(time.monotonic())),
             self._file_problem or self._problem,
         )
 
