@@ -73,6 +73,7 @@ def variants(quick: bool) -> dict[str, Candidate]:
     if not quick:
         found["author_code"] = Candidate("padg-author-code")
     found["serai"] = Candidate("serai")
+    found["serai_median_slack"] = Candidate("serai", (("attainment", 0.5),))
     for part in serai_parts():
         found[f"serai_without_{flat(part)}"] = Candidate("serai", (("without", part),))
     return found

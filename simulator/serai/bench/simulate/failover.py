@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_arguments(parser)
     parser.add_argument("--seeds", type=int, help=f"how many seeds, from 1 ({SEEDS}; {QUICK_SEEDS} with --quick)")
     parser.add_argument("--seed", type=int, help="only this seed, with a trace of its last events")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second (%(default)s)")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests a second (%(default)s)")
     parser.add_argument("--duration-s", type=float, default=14.0, help="virtual seconds under load (%(default)s)")
     parser.add_argument("--kinds", default="", help=f"only these, separated by commas: {', '.join(FailoverFault)}")
     parser.add_argument("--trace", type=int, default=TRACE_LINES, help="events shown of one seed (%(default)s)")
@@ -72,7 +72,7 @@ def _plan(arguments: argparse.Namespace) -> FailoverPlan:
     if unknown:
         refuse(f"--kinds: there is no fault {unknown[0]!r}; there are {', '.join(FailoverFault)}")
     faults = tuple([FailoverFault(name) for name in names]) or tuple(FailoverFault)
-    return FailoverPlan(arguments.duration_s, arguments.rate, faults)
+    return FailoverPlan(arguments.duration_s, arguments.rate, faults=faults)
 
 
 def _runs(seeds: Sequence[int], plan: FailoverPlan, jobs: int) -> Iterator[FailoverResult]:

@@ -32,11 +32,10 @@ from serai.simulator.reports.drawing import ExtraMissing
 from serai.simulator.reports.study_pictures import lines
 from serai.simulator.reports.tables import write_table_csv
 
-SYSTEMS = ("serai", "padg-paper", "padg-author-code")
-QUICK_SYSTEMS = ("serai", "padg-paper")
-DELAYS_S = (0.0, 0.02, 0.1, 0.25, 0.5, 1.0)
+SYSTEMS = ("serai", "padg-paper")
+DELAYS_S = (0.0, 0.1, 0.25, 0.5, 1.0)
 QUICK_DELAYS_S = (0.0, 0.1, 1.0)
-SHARES = (0.5, 0.75, 0.9, 1.0)
+SHARES = (0.75, 0.9, 1.0)
 QUICK_SHARES = (0.75, 1.0)
 GOAL_POINTS = 2.0
 
@@ -76,7 +75,7 @@ def stale(arguments: argparse.Namespace) -> Report:
     """The whole study."""
     quick = arguments.quick
     where = paper_slice(arguments.cluster, arguments.model, arguments.dataset)
-    systems = QUICK_SYSTEMS if quick else SYSTEMS
+    systems = SYSTEMS
     delays, shares = (QUICK_DELAYS_S, QUICK_SHARES) if quick else (DELAYS_S, SHARES)
     seeds = seeds_of(arguments, 1 if quick else 3)
     runs = runs_of(arguments, "staleness")
@@ -90,7 +89,7 @@ def stale(arguments: argparse.Namespace) -> Report:
         (system, rate, delay_s, seed): Cell(
             where,
             Candidate(system),
-            long_enough(Load(rate, seed, counted_s=30.0 if quick else 60.0), 500),
+            long_enough(Load(rate, seed, counted_s=30.0 if quick else 45.0), 500),
             delay_s=delay_s,
             loss=arguments.loss if delay_s else 0.0,
         )
