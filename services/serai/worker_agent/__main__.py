@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import os
 import signal
-import socket
 
 from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, INSTANCE, PROBE, SESSION, STATUS, TAKE
 from serai.runtime.nats_bus import NatsBus
@@ -16,16 +15,13 @@ from serai.runtime.settings import add_settings, read_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.engine.clearance import NodeClearance
-from serai.worker_agent.engine.environment import caches_in
-from serai.worker_agent.engine.interfaces import address_of
 from serai.worker_agent.engine.kinds import engine_of
-from serai.worker_agent.engine.process import LoopbackStarter
 from serai.worker_agent.gpus import visible_gpus
 from serai.worker_agent.nodes import own_place, run_other_rank, starter_for
 from serai.worker_agent.pool_run import run_pool
 from serai.worker_agent.pool_settings import PoolSettings
 from serai.worker_agent.service import NodeAgent
-from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.site_starter import starter_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if bool(command) == bool(settings.engine_url):
         refuse("give the engine's command after `--`, or --engine-url for one that runs already (one of the two)")
     engine = engine_of(settings.engine, command)
-    start_engine = _starter(settings)
+    start_engine = starter_of(settings)
     set_up_logs("agent", settings.log_level, json=settings.log_json)
 
     warned = asyncio.Event()
@@ -87,28 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
             tracing.close()
 
     return run_service("agent", main, {signal.SIGUSR1: warned.set})
-
-
-def _starter(settings: AgentSettings) -> LoopbackStarter:
-    """With what the site says of its nodes."""
-    address = ""
-    if settings.interface:
-        try:
-            address = address_of(settings.interface)
-        except OSError:
-            there = ", ".join(name for _, name in socket.if_nameindex())
-            refuse(f"--interface {settings.interface!r}: has no IPv4 address on this node; there are {there}")
-    if settings.scratch:
-        try:
-            os.makedirs(caches_in(settings.scratch), mode=0o700, exist_ok=True)
-        except OSError as error:
-            refuse(f"--scratch {settings.scratch!r}: {error.strerror}; name a folder that this user may write to")
-    return LoopbackStarter(
-        scratch=settings.scratch,
-        interface=settings.interface,
-        address=address,
-        keep_proxies=settings.engine_proxies,
-    )
 
 
 def main() -> int:

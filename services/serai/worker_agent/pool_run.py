@@ -6,9 +6,22 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 
 from serai.contracts.session_record import GpuDevice
-from serai.contracts.subjects import ASSIGN, CANCEL, DRAIN, INFERENCE, POOL, POOLS_BUCKET, PROBE, SESSION, STATUS
+from serai.contracts.subjects import (
+    ASSIGN,
+    CANCEL,
+    DRAIN,
+    INFERENCE,
+    INSTANCE,
+    POOL,
+    POOLS_BUCKET,
+    PROBE,
+    SESSION,
+    STATUS,
+    TAKE,
+)
 from serai.runtime.fields import BadInput
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.service import run_service, serve_metrics, watch_bus
@@ -16,7 +29,6 @@ from serai.runtime.settings import refuse
 from serai.runtime.telemetry import Tracing, set_up_logs, set_up_traces
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.engine.clearance import Clearance, NodeClearance, NothingInTheWay
-from serai.worker_agent.engine.interfaces import address_of
 from serai.worker_agent.engine.kinds import engine_of
 from serai.worker_agent.engine.process import LoopbackStarter
 from serai.worker_agent.gpus import visible_gpus
@@ -25,6 +37,7 @@ from serai.worker_agent.pool_settings import PoolSettings
 from serai.worker_agent.pool_templates import Template
 from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.site_starter import starter_of
 
 
 def run_pool(settings: PoolSettings, command: Sequence[str]) -> int:
@@ -35,6 +48,7 @@ def run_pool(settings: PoolSettings, command: Sequence[str]) -> int:
         templates = settings.templates()
     except BadInput as error:
         refuse(f"--pool-templates: {error}")
+    at_site = starter_of(settings)
     set_up_logs("agent", settings.log_level, json=settings.log_json)
     warned = asyncio.Event()
 
@@ -45,13 +59,13 @@ def run_pool(settings: PoolSettings, command: Sequence[str]) -> int:
         tracing = set_up_traces("agent")
         try:
             await bus.self_test(
-                must_publish=["_INBOX_ingress.self-test", SESSION.every, STATUS.every, PROBE.every, POOL.every],
-                must_subscribe=[INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, ASSIGN.every],
+                must_publish=["_INBOX_ingress.self-test", *[s.every for s in (SESSION, STATUS, PROBE, INSTANCE, POOL)]],
+                must_subscribe=[s.every for s in (INFERENCE, CANCEL, PROBE, DRAIN, TAKE, ASSIGN)],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
             end = AllocationEnd(total_s=settings.allocation_s)
             async with serve_metrics(settings.metrics_host, settings.metrics_port), watch_bus(bus.closed):
-                make = _host_maker(settings, bus, tracing, connection, end)
+                make = _host_maker(settings, at_site, bus, tracing, connection, end)
                 await Pool(settings, bus, bus.bucket(POOLS_BUCKET), templates, gpus, make, end).run(stop, warned)
         finally:
             await bus.aclose()
@@ -75,20 +89,16 @@ async def _gpus(settings: PoolSettings) -> list[GpuDevice]:
     return there or settings.said_gpus
 
 
-def _host_maker(pool: PoolSettings, bus: NatsBus, tracing: Tracing, connection: str, end: AllocationEnd) -> HostMaker:
+def _host_maker(
+    pool: PoolSettings, at_site: LoopbackStarter, bus: NatsBus, tracing: Tracing, connection: str, end: AllocationEnd
+) -> HostMaker:
     def make(
         settings: AgentSettings, template: Template, command: list[str], devices: Sequence[GpuDevice]
     ) -> NodeAgent:
         real = [device for device in devices if not device.uuid.startswith(SAID_UUID)]
         # An engine without GPUs of its own must not take those of others.
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(device.uuid for device in real)}
-        starter = LoopbackStarter(
-            scratch=settings.scratch,
-            interface=settings.interface,
-            address=address_of(settings.interface) if settings.interface else "",
-            keep_proxies=settings.engine_proxies,
-            variables=visible,
-        )
+        starter = replace(at_site, variables=visible)
         clearance: Clearance = NothingInTheWay()
         if real:
             borne_bytes = round(pool.gpu_others_gib * 2**30)
