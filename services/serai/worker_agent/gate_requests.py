@@ -100,9 +100,9 @@ class WaitingLine:
         return len(self._late)
 
     @property
-    def in_time_tokens(self) -> int:
-        """Prompt tokens of those that are neither late nor postponed."""
-        return self.tokens - sum([request.prompt_tokens for request in self._postponed])
+    def in_time(self) -> int:
+        """How many are neither late nor postponed."""
+        return len(self._turn)
 
     def add(self, request: GateRequest) -> None:
         """By its deadline."""

@@ -409,6 +409,7 @@ class PhaseGate:
             entering=len(self._entering),
             entering_deadline_s=entering_s,
             harm=self._harm,
+            requests=max(1, line.in_time + len(self._released)),
         )
         return choose(at, self._times, self._rule)
 
@@ -431,10 +432,10 @@ class PhaseGate:
     def _harm(self, stall_s: float) -> float:
         """Targets lost, expected, by a stall: who is left without slack makes up for it as fast as decoding is faster
         than its target, and misses if it ends before."""
-        slo_s, now_s = self._slo_tpot_s, self._now_s
+        slo_s, now_s = self._settings.slo_tpot_s, self._now_s
         gain = max(0.1, 1.0 - self._times.decode_s / slo_s)
-        deficit_s = self._fresh.deficit_s(now_s + stall_s) - self._fresh.deficit_s(now_s)
-        return deficit_s / (gain * slo_s * self._output_tokens)
+        recovery_s = gain * slo_s * self._output_tokens
+        return self._fresh.misses(now_s + stall_s, recovery_s) - self._fresh.misses(now_s, recovery_s)
 
     def _let_out(self, tokens: int, effects: list[GateEffect]) -> None:
         """Release requests until the engine has `tokens` to work on."""

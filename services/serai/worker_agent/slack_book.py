@@ -100,13 +100,16 @@ class SlackBook:
         """How many streams have no slack left at `before_s`."""
         return sum([bisect_left(target.keys, (before_s - target.credit_s, -1)) for target in self._targets.values()])
 
-    def deficit_s(self, at_s: float) -> float:
-        """What all streams together will be behind at `at_s` if nobody says anything until then."""
-        total_s = 0.0
+    def misses(self, at_s: float, recovery_s: float) -> float:
+        """How many streams will miss their target, expected, if nobody says anything until `at_s`: one that is behind
+        by d then is behind still when it ends with probability d / `recovery_s`, at most 1."""
+        found = 0.0
         for target in self._targets.values():
             until_s = at_s - target.credit_s
-            total_s += sum([until_s - key for key, _ in target.keys[: bisect_left(target.keys, (until_s, -1))]])
-        return total_s
+            lost = bisect_left(target.keys, (until_s - recovery_s, -1))
+            behind = target.keys[lost : bisect_left(target.keys, (until_s, -1))]
+            found += lost + sum([until_s - key for key, _ in behind]) / recovery_s
+        return found
 
     def spread(self, now_s: float, low_share: float) -> Spread:
         """A few numbers instead of a list."""

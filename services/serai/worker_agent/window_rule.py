@@ -29,8 +29,13 @@ class WindowSettings:
 
     margin_s: float = 0.005
     """Of slack that is never spent: what a prediction may be wrong by."""
-    harm_max: float = 1.0
-    """Expected misses of TPOT targets that a met TTFT target is worth."""
+    harm_max: float = 0.1
+    """Expected misses of TPOT targets that a met TTFT target is worth. Far below 1, since who is behind stays behind
+    while others press, which the expectation does not know."""
+    harm_max_tight: float = 1.0
+    """The same where an instance with a single stream is hardly faster than the TPOT target (`tight_share` of it):
+    there slack never comes, and every window is taken from somebody."""
+    tight_share: float = 0.8
     step_tokens_max: int = 8192
     cuts_prompts: bool = True
     """Whether the engine can be told how much of a prompt a step takes, and to decode beside it. Else slack has to
@@ -57,6 +62,8 @@ class Situation(NamedTuple):
     entering_deadline_s: float
     harm: Callable[[float], float] = lambda stall_s: 0.0
     """How many targets a stall of so many seconds costs, expected."""
+    requests: int = 1
+    """Who waits, and whose deadline can be met."""
 
 
 class Choice(NamedTuple):
@@ -107,12 +114,20 @@ def _until(at: Situation, times: StepTimes, most: int) -> int:
 
 
 def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: int) -> Choice | None:
-    """The earliest deadline would be missed by waiting for one more decode step: it goes first, if less is lost by it
-    than by its miss."""
+    """What slack does not allow and a deadline asks for, if less is lost by it than by the miss: one long window for as
+    many as it can serve, else the first of them beside decoding."""
+    until_s = min(at.deadline_s, at.entering_deadline_s) - at.now_s
+    tight = times.prefill_s(1) > rule.tight_share * at.slo_tpot_s
+    harm_max = rule.harm_max_tight if tight else rule.harm_max
+    window = times.tokens_within(until_s - times.decode_s, most)
+    window_s = times.prefill_s(window)
+    if window and until_s < window_s + 3 * times.decode_s:
+        served = at.requests * window / at.work_tokens
+        if at.harm(window_s) < harm_max * served:
+            return Choice(Position.PREFILL, window, "deadlines are near")
     head = min(at.head_tokens, most)
-    takes_s = times.prefill_s(head)
-    if at.now_s + takes_s + 2 * times.decode_s < at.deadline_s:
+    if until_s > times.prefill_s(head) + 2 * times.decode_s:
         return None
-    if at.harm(times.mixed_s(head) - at.slo_tpot_s) > rule.harm_max:
-        return None
-    return Choice(Position.MIXED, head, "its deadline is near")
+    if at.harm(times.mixed_s(head) - at.slo_tpot_s) < harm_max:
+        return Choice(Position.MIXED, head, "its deadline is near")
+    return None
