@@ -176,6 +176,7 @@ def picture(windows: Windows, heard: Sequence[Heard], file: Path, title: str) ->
         row.set_ylabel(f"instance {number + 1}\ntokens/s")
         row.set_ylim(bottom=0)
     rows[-1].set_xlabel("seconds; shaded: prefill window; dots: first tokens; line: decoded tokens")
-    rows[-1].set_xlim(0, length_s)
+    lasts = [one.token_s[0] for one in heard if one.token_s]
+    rows[-1].set_xlim(0, min(length_s, max(lasts, default=length_s) + 2.0))  # The rest is but decoding.
     figure.suptitle(title)
     figure.savefig(file, dpi=110)
