@@ -64,3 +64,19 @@ def test_the_same_holder_after_a_short_pause_has_a_new_epoch_only_when_another_h
     clock.advance(LEASE_S * 3)
     assert a.beat()
     assert a.epoch == 1
+
+
+def test_evidence_that_the_holder_has_gone_is_worth_one_beat() -> None:
+    keys, clock = Keys(), Clock()
+    a, b = Leader("a", keys, clock), Leader("b", keys, clock)
+    assert a.beat()
+    b.lease.holder_gone("somebody else")
+    assert not b.beat()
+    assert b.lease.seen_holder == "a"
+    b.lease.holder_gone("a")
+    assert b.beat()
+    assert (b.epoch, b.lease.seen_holder) == (2, "")
+    assert not a.beat()
+    b.lease.holder_gone("b")  # Of itself: nothing.
+    assert b.beat()
+    assert b.epoch == 2

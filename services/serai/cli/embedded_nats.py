@@ -38,6 +38,7 @@ from serai.contracts.subjects import (
     LAUNCHERS_BUCKET,
     LIMITS,
     MACRO_EXPLAIN,
+    MACRO_PRESENCE,
     OPINION,
     OWNERS_BUCKET,
     PLACEMENT_APPLY,
@@ -127,8 +128,14 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     ),
     # Says which instance prefills what, and takes instances over; it sees no prompt.
     "macro-scheduler": (
-        [*_READ_REGISTRY, TAKE.every, DRAIN.every, *_GROUPS, "_INBOX_ingress.>", "_INBOX_tools.>"],
-        [*_HEAR_REGISTRY, INSTANCE.every, ADMISSION.every, MACRO_EXPLAIN.every, "_INBOX_macro-scheduler.>"],
+        [
+            *[*_READ_REGISTRY, TAKE.every, DRAIN.every, MACRO_PRESENCE.every, *_GROUPS],
+            *["_INBOX_ingress.>", "_INBOX_tools.>"],
+        ],
+        [
+            *[*_HEAR_REGISTRY, INSTANCE.every, ADMISSION.every, MACRO_EXPLAIN.every, MACRO_PRESENCE.every],
+            "_INBOX_macro-scheduler.>",
+        ],
     ),
     # Starts successors, and asks those whose time is up to end.
     "launcher": (

@@ -13,6 +13,7 @@ from serai.contracts.subjects import (
     INFERENCE,
     INSTANCE,
     MACRO_EXPLAIN,
+    MACRO_PRESENCE,
     OWNERS_BUCKET,
     SESSION,
     STATUS,
@@ -57,13 +58,13 @@ async def _self_test(bus: NatsBus, settings: MacroSchedulerSettings) -> None:
     buckets = (GROUPS_BUCKET, OWNERS_BUCKET)
     await bus.self_test(
         must_publish=[
-            *["_INBOX_ingress.self-test", "_INBOX_tools.self-test", TAKE.every],
+            *["_INBOX_ingress.self-test", "_INBOX_tools.self-test", TAKE.every, MACRO_PRESENCE.every],
             *[f"$KV.{bucket}.*" for bucket in buckets],
             *[f"$JS.API.STREAM.MSG.GET.KV_{bucket}" for bucket in buckets],
         ],
         must_subscribe=[
             *[SESSION.every, STATUS.every, BEAT.of_site(settings.site), DISCONNECTED.every],
-            *[INSTANCE.every, ADMISSION.every, MACRO_EXPLAIN.of_site(settings.site)],
+            *[INSTANCE.every, ADMISSION.every, MACRO_EXPLAIN.of_site(settings.site), MACRO_PRESENCE.every],
         ],
         must_not_subscribe=[INFERENCE.every, "_INBOX_ingress.>"],
     )

@@ -1,5 +1,8 @@
 """Who leads a model's group: every macro-scheduler stands for it, one holds its lease in KV, and only that is asked.
 
+Others look after the holder each beat: where NATS says that nobody is there (a killed process), they need not wait
+until its lease runs out. Were that wrong, the instances would obey the higher epoch only.
+
 A leader that was held up finds out before it acts: each answer asks whether the lease is still young (`KvLease.held`).
 """
 
@@ -12,8 +15,9 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from serai.contracts.admission import GroupLease
+from serai.contracts.codec import encode
 from serai.contracts.session_record import SessionRecord
-from serai.contracts.subjects import to_token
+from serai.contracts.subjects import MACRO_PRESENCE, to_token
 from serai.macro_scheduler.group import Group
 from serai.macro_scheduler.owner_keys import OwnerKeys
 from serai.macro_scheduler.ownership import next_leader_epoch
@@ -25,6 +29,8 @@ from serai.runtime.kv_lease import KvLease, StateKeys
 log = structlog.get_logger()
 
 BEATS_PER_LEASE = 6
+PRESENCE = "presence"
+"""Last token of the subject on which NATS says that nobody heard a look after the holder."""
 
 
 class Candidate:
@@ -82,11 +88,26 @@ class Candidate:
             self._meet(self.term)
 
     async def _step(self) -> None:
-        await self.lease.beat()
+        if not await self.lease.beat() and (holder := self.lease.seen_holder):
+            self._look_after(holder)
         if self.term is not None and (not self.lease.held or self.term.epoch != self._epoch):
             await self._end(self.term)
         if self.term is None and self.lease.held:
             await self._begin()
+
+    def _look_after(self, holder: str) -> None:
+        lease, reply = GroupLease(holder, 0, 0), f"{self._unheard_inbox}.{PRESENCE}"
+        try:
+            self._bus.publish(MACRO_PRESENCE.of(to_token(holder)), encode(lease), reply)
+        except BusError:
+            pass  # Then nothing can be known; the lease runs out.
+
+    def holder_is_gone(self) -> None:
+        """NATS's word: nobody is where the holder should be."""
+        if holder := self.lease.seen_holder:
+            log.info("macro.leader_gone", model=self.model, holder=holder)
+            self.lease.holder_gone(holder)
+            self._wake.set()
 
     async def _begin(self) -> None:
         # Two leaders never use the same name of an owner, nor does one in two terms.

@@ -16,9 +16,9 @@ import structlog
 from serai.contracts.admission import InstanceReport, MacroExplainRequest, MacroWord
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.session_record import SessionRecord
-from serai.contracts.subjects import INSTANCE, MACRO_EXPLAIN
+from serai.contracts.subjects import INSTANCE, MACRO_EXPLAIN, MACRO_PRESENCE, to_token
 from serai.macro_scheduler import metrics
-from serai.macro_scheduler.leading import Candidate
+from serai.macro_scheduler.leading import PRESENCE, Candidate
 from serai.macro_scheduler.messages import report_problem
 from serai.macro_scheduler.owner_keys import OwnerKeys
 from serai.macro_scheduler.settings import MacroSchedulerSettings
@@ -69,6 +69,7 @@ class MacroScheduler:
             await self._bus.subscribe(INSTANCE.every, self.on_instance),
             await self._bus.subscribe(MACRO_EXPLAIN.of_site(site), self.on_explain),
             await self._bus.subscribe(f"{self._unheard}.*.*", self.on_unheard),
+            await self._bus.subscribe(MACRO_PRESENCE.of(to_token(self._name)), self.on_presence),
         ]
         await self._bus.barrier()
         await self.copy.snapshot()
@@ -196,11 +197,18 @@ class MacroScheduler:
     # -- asks ----------------------------------------------------------------------------------------------------
 
     def on_unheard(self, message: Message) -> None:
-        """Nobody heard one of our answers."""
+        """Nobody heard one of our answers, or is where a leader should be."""
         number, _, answer = message.subject.removeprefix(f"{self._unheard}.").partition(".")
         candidate = self._numbers.get(number)
-        if message.no_responders and candidate is not None and candidate.term is not None and answer.isdigit():
+        if not message.no_responders or candidate is None:
+            return
+        if answer == PRESENCE:
+            candidate.holder_is_gone()
+        elif candidate.term is not None and answer.isdigit():
             candidate.term.on_unheard(int(answer))
+
+    def on_presence(self, message: Message) -> None:
+        """Another macro-scheduler looks after this one. That it is delivered is the answer."""
 
     # -- words ---------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@
 | `instance.<session>`       | agent → macro-schedulers   | `InstanceReport`, may be lost                          |
 | `take.<session>`           | group's leader → one agent | `TakeInstance`, answered with `InstanceState`          |
 | `macro.explain.<site>`     | tools → macro-scheduler    | `MacroExplainRequest`, answered with `MacroWord`       |
+| `macro.presence.<process>` | macro-schedulers → one     | `GroupLease` it should hold; or nobody is there        |
 | `usage.demand.<site>`      | placer → ledger            | `DemandRequest`, answered with `DemandAnswer`          |
 | `pool.<pool>`              | pool agent → placers       | `PoolReport`, every few seconds, may be lost           |
 | `assign.<pool>`            | placer → one pool agent    | `Assignments`, answered with `PoolReport`              |
@@ -41,7 +42,13 @@ import re
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from serai.contracts.admission import AdmissionRequest, InstanceReport, MacroExplainRequest, TakeInstance
+from serai.contracts.admission import (
+    AdmissionRequest,
+    GroupLease,
+    InstanceReport,
+    MacroExplainRequest,
+    TakeInstance,
+)
 from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
 from serai.contracts.launcher import ExplainRequest, ScaleRequest, WakeRequest
@@ -148,6 +155,7 @@ ADMISSION: Subject[AdmissionRequest] = Subject("admission", AdmissionRequest)
 INSTANCE: Subject[InstanceReport] = Subject("instance", InstanceReport)
 TAKE: Subject[TakeInstance] = Subject("take", TakeInstance)
 MACRO_EXPLAIN: Subject[MacroExplainRequest] = Subject("macro.explain", MacroExplainRequest)
+MACRO_PRESENCE: Subject[GroupLease] = Subject("macro.presence", GroupLease)
 LAUNCHER_EXPLAIN: Subject[ExplainRequest] = Subject("launcher.explain", ExplainRequest)
 LAUNCHER_WAKE: Subject[WakeRequest] = Subject("launcher.wake", WakeRequest)
 LAUNCHER_SCALE: Subject[ScaleRequest] = Subject("launcher.scale", ScaleRequest)

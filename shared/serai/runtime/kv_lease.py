@@ -71,6 +71,7 @@ class KvLease(Generic[State]):
         self._lock = asyncio.Lock()
         self._seen: tuple[str, int] | None = None
         self._seen_since_s = 0.0
+        self._gone = ""
         self._beaten_at_s: float | None = None
         self._beat = 0
         self._problem = "it has not been asked for yet"
@@ -84,6 +85,16 @@ class KvLease(Generic[State]):
     def why_not(self) -> str:
         """Empty while it is held."""
         return "" if self.held else self._problem
+
+    @property
+    def seen_holder(self) -> str:
+        """Who else held it when it was last looked at; empty = nobody else."""
+        return self._seen[0] if self._seen is not None and self._beaten_at_s is None else ""
+
+    def holder_gone(self, holder: str) -> None:
+        """There is positive evidence that `holder` has gone: the next beat need not wait for its lease to run out. If
+        it was none, epochs must keep the two apart."""
+        self._gone = holder
 
     async def beat(self) -> bool:
         """Takes or keeps it, and writes the state. False: it is not ours now, and nothing may be done."""
@@ -100,9 +111,10 @@ class KvLease(Generic[State]):
 
     async def _try(self, now: float) -> bool:
         found = await self._keys.get(self._key)
+        gone, self._gone = self._gone, ""  # Evidence is for one beat.
         known, revision = (self._nobody, 0) if found is None else (self._read(found[0]), found[1])
         ours = known.holder == self._owner or (found is None and self._beaten_at_s is not None)
-        if not ours and not self._free(known, now):
+        if not ours and not self._free(known, gone, now):
             self._lost(known.holder)
             return False
         if not ours or self._beaten_at_s is None:
@@ -114,8 +126,8 @@ class KvLease(Generic[State]):
             return False
         return True
 
-    def _free(self, known: State, now: float) -> bool:
-        if not known.holder:
+    def _free(self, known: State, gone: str, now: float) -> bool:
+        if not known.holder or known.holder == gone:
             return True
         if self._seen != (known.holder, known.beat):
             self._seen, self._seen_since_s = (known.holder, known.beat), now
