@@ -30,6 +30,8 @@ LOOK_EVERY_S = 0.5
 START_WITHIN_S = 30.0
 RECOVER_WITHIN_S = 60.0
 LIMIT_S = 900.0
+WORDS = 500
+"""Pairs of words in a prompt, on the mean."""
 
 Prepare = Callable[[SimulatedSystem], None]
 
@@ -43,14 +45,19 @@ def _engine() -> EmulatorSettings:
     return EmulatorSettings(model="m", seed=ENGINE_SEED, start_delay_s=0.5, modelled=modelled_engine(flags))
 
 
-def _scene() -> Scene:
+def scene_of(seed: int) -> Scene:
+    """All the same, but for the policy and the target: under a tight one many wait for a place."""
+    turn = seed // len(FailoverFault)
+    policy, slo_ttft_s = (("serai", 2.0), ("serai", 0.4), ("paper", 2.0), ("author_code", 1.0))[turn % 4]
+    macro = MacroSchedulerSettings(admission=policy, slo_ttft_s=slo_ttft_s, slo_tpot_s=0.1, lease_s=1.0, beat_s=0.3)
     return Scene(
         agents=4,
         ingresses=2,
         macro_schedulers=3,
         engine=_engine(),
-        macro=MacroSchedulerSettings(slo_ttft_s=2.0, slo_tpot_s=0.1, lease_s=1.0, beat_s=0.3),
+        macro=macro,
         drain_s=6.0,
+        engine_silence_s=30.0,  # An answer in one piece is silent until its end.
     )
 
 
@@ -59,9 +66,12 @@ class FailoverPlan:
     """How long and how hard."""
 
     duration_s: float = 14.0
-    requests_per_s: float = 8.0
+    requests_per_s: float = 10.0
+    burst: int = 16
+    """Requests that come at once, shortly before each fault: some wait at the scheduler or at a gate when it comes."""
     faults: tuple[FailoverFault, ...] = tuple(FailoverFault)
-    scene: Scene = field(default_factory=_scene)
+    scene: Scene | None = None
+    """None: by seed."""
 
 
 @dataclass(slots=True)
@@ -79,6 +89,8 @@ class FailoverResult:
     """An epoch of an instance that two owners had, or of which two schedulers gave leases; or an epoch gone back."""
     leases: int = 0
     """Given, over all."""
+    waits: int = 0
+    """Asks that were told to wait for a place."""
     refused: int = 0
     """Leases that instances refused: each cost a way round."""
     takeover_s: float | None = None
@@ -99,7 +111,7 @@ class FailoverResult:
         return (
             f"seed {self.seed}: {', '.join(self.faults)}: {self.requests} requests, {self.lost_requests} lost, "
             f"{self.repeated_tokens} tokens repeated, {self.double_owner} double owners, {self.leases} leases, "
-            f"{self.refused} refused{takeover}, {self.digest}: {verdict}"
+            f"{self.waits} waits, {self.refused} refused{takeover}, {self.digest}: {verdict}"
         )
 
 
@@ -107,7 +119,8 @@ def failover_run(seed: int, plan: FailoverPlan | None = None, prepare: Prepare =
     """The run of one seed. `prepare` may spoil the system before it starts (tests do)."""
     run = _Run(seed, plan or FailoverPlan(), prepare)
     try:
-        _, system = simulate(seed, run.main, run.plan.scene, limit_s=run.plan.duration_s + LIMIT_S)
+        scene = run.plan.scene or scene_of(seed)
+        _, system = simulate(seed, run.main, scene, limit_s=run.plan.duration_s + LIMIT_S)
         run.result.digest, run.result.trace = system.trace.digest, run.checks.trace_at_first or system.trace.last()
     except Stalled as error:
         run.result.problems.append(str(error))
@@ -153,6 +166,7 @@ class _Run:
             load = tasks.create_task(self._load())
             for fault in faults:
                 tasks.create_task(self._do_later(fault))
+                tasks.create_task(self._burst(fault.at_s))
             await asyncio.sleep(self.plan.duration_s)
             self._loaded = False
             await load
@@ -207,13 +221,22 @@ class _Run:
                     self._ask(client, self._drawn(1 + int(chance.expovariate(1 / 30)), chance), ingress.host)
                 )
 
+    async def _burst(self, fault_at_s: float) -> None:
+        """So shortly before the fault that none of it is over then."""
+        client, chance = self._client(), self._chance
+        await asyncio.sleep(max(0.0, fault_at_s - chance.uniform(0.0, 0.3)))
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self.plan.burst):
+                ingress = chance.choice(self._system.ingresses)
+                tasks.create_task(self._ask(client, self._drawn(1 + int(chance.expovariate(1 / 30))), ingress.host))
+
     async def _ask(self, client: ChatClient, request: ChatRequest, ingress: str) -> None:
         self._take(await client.ask(request, ingress))
 
     def _drawn(self, tokens: int, chance: Random | None = None) -> ChatRequest:
         self._number += 1
         chance = chance or self._chance
-        words = " and more" * int(chance.expovariate(1 / 100))
+        words = " and more" * int(chance.expovariate(1 / WORDS))
         text = f"request {self._number} of seed {self.result.seed}{words}"
         return ChatRequest(self._number, self._system.scene.model, text, tokens, stream=chance.random() < 0.7)
 
@@ -240,7 +263,8 @@ class _Run:
     def _sum_up(self) -> None:
         watch, result = self._watch, self.result
         result.double_owner = len(watch.doubles)
-        result.leases, result.refused, result.takeover_s = watch.leases, watch.refused, watch.takeover_s
+        result.leases, result.waits, result.refused = watch.leases, watch.waits, watch.refused
+        result.takeover_s = watch.takeover_s
         result.problems += [*watch.doubles, *self.checks.violations]
 
     def _problem(self, text: str) -> None:

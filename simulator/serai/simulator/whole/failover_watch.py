@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serai.contracts.admission import AdmissionAnswers
+from serai.contracts.admission import AdmissionAnswers, Decision
 from serai.contracts.codec import MalformedMessage, decode, decode_frames
 from serai.contracts.inference import FailureCode, FrameKind
 from serai.contracts.subjects import TAKE
@@ -24,6 +24,7 @@ class OwnerWatch:
         self._system = system
         self.doubles: list[str] = []
         self.leases = 0
+        self.waits = 0
         self.refused = 0
         self.takeover_s: float | None = None
         self._died_at_s: float | None = None
@@ -90,6 +91,7 @@ class OwnerWatch:
             self._double(f"{passage.connection} answers an ask with what is none: {error}")
             return
         for answer in answers:
+            self.waits += answer.decision is Decision.WAIT
             if answer.lease is not None:
                 self._lease(passage, answer.session, answer.lease.epoch, answer.lease.sequence, answer.request_id)
 

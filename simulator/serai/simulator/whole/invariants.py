@@ -9,6 +9,7 @@ from serai.contracts.inference import Frame, FrameKind
 from serai.contracts.session_record import Lifecycle
 from serai.contracts.subjects import INFERENCE, SESSION
 from serai.ingress.service import Ingress
+from serai.macro_scheduler.service import MacroScheduler
 from serai.runtime.registry_replica import RegistryReplica
 from serai.simulator.whole.client import ChatResult, Outcome
 from serai.simulator.whole.simulated_bus import Passage
@@ -128,16 +129,27 @@ class Invariants:
                     self._expect_zero(node, "open streams", client.open_streams)
                     self._expect_zero(node, "sessions with streams", len(client._by_session))
                     self._expect_zero(node, "relayed requests", len(node.service._calls._relayed))
+                    self._expect_zero(node, "asks for a place", node.service._asking.waiting)
                 case NodeAgent():
                     self._check_agent_idle(node, node.service)
+                case MacroScheduler():
+                    self._check_scheduler_idle(node, node.service)
 
     def _check_agent_idle(self, node: Node, agent: NodeAgent) -> None:
         desk = agent.session.desk
         if desk is not None:
             self._expect_zero(node, "requests at the desk", desk.in_flight)
+        if agent.session._gate is not None:
+            self._expect_zero(node, "requests at the phase gate", len(agent.session._gate._requests))
         host = node.engines
         if host is not None and host.engine is not None:
             self._expect_zero(node, "generations in the engine", host.engine.generations)
+
+    def _check_scheduler_idle(self, node: Node, scheduler: MacroScheduler) -> None:
+        for term in [one.term for one in scheduler.candidates.values() if one.term is not None]:
+            self._expect_zero(node, "requests that wait", len(term._waiting) + len(term.group.pending))
+            leases = sum(len(view.leases) for view in term.group.views.values())
+            self._expect_zero(node, "leases on their way", leases)
 
     def check_stopped(self) -> None:
         """Nothing is left when all nodes have ended."""
