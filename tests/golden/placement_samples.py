@@ -61,7 +61,7 @@ MESSAGES: list[object] = [
     _ACTION,
     _MODEL,
     _PLAN,
-    PlanRecord("placer-1", 42, 12, _PLAN, [60.5], {"llama-8b": ["p2"]}, {"llama-8b at p1": 30.5}, {"llama-8b": 900.5}),
+    PlanRecord("placer-1", 42, 12, _PLAN, [60.5], {"llama-8b": ["p2"]}, {"llama-8b at p1": 30.5}),
     PlacementRequest("qwen2.5:7b", anew=True),
     ApplyRequest(12),
     _POOL,

@@ -164,6 +164,24 @@ def test_demand_shifts_and_engines_move_by_themselves_without_a_failed_request(t
     assert load.whole > 30
 
 
+def test_a_cold_model_comes_when_it_is_asked_for_and_goes_when_nobody_asks(tmp_path: Path) -> None:
+    file = placement(cold_after_s=4, cool_down_s=2)
+    file["models"]["b"] = file["models"]["b"] | {"min_replicas": 0}
+    with laptop(tmp_path, 2, file) as here:
+        headers = {"Authorization": f"Bearer {here.facts['key']}"}
+        body = {"model": "b", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
+
+        def asked() -> int:
+            url = f"{here.facts['url']}/v1/chat/completions"
+            return httpx2.post(url, json=body, headers=headers, timeout=30).status_code
+
+        assert asked() == 404
+        wait_for(lambda: asked() == 200, "b is started because it was asked for", 20)
+        wait_for(lambda: here.serving("b") == 0, "b is let go because nobody asks", 20)
+        assert here.serving("a") == 1
+        assert "Nobody asks for it now" in here.place("explain", "b").stdout
+
+
 @dataclass
 class ByHand:
     """A placer and pool agents of one said GPU each, without `serai up`."""

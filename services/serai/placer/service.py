@@ -9,6 +9,8 @@ what runs as it is.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import math
 import secrets
 import time
@@ -133,7 +135,7 @@ class Placer:
         await self._bus.barrier()
         log.info("placer.ready", site=site, models=sorted(self._file.models), mode=str(self._file.mode))
         async with asyncio.TaskGroup() as tasks:
-            work = (self.copy.run(), self._beating(), self._asking(), self._looking())
+            work = (self.copy.run(), self._beating(), self._asking(), self._looking(), self._warming_up())
             working = [tasks.create_task(one) for one in work]
             await stop.wait()
             for task in working:
@@ -153,6 +155,11 @@ class Placer:
             return
         if message.subject == POOL.of(report.pool) and self.pools.hear(report, time.monotonic()):
             self._wake.set()
+
+    async def _warming_up(self) -> None:
+        """Reads OR-tools, which takes a second or two, before the first plan waits for it."""
+        if self._settings.solve_s > 0 and importlib.util.find_spec("ortools") is not None:
+            await asyncio.to_thread(importlib.import_module, "ortools.sat.python.cp_model")
 
     async def _beating(self) -> None:
         while True:

@@ -199,8 +199,6 @@ class PlanRecord:
     """Models that were let go because they were cold, and the pools that had them last."""
     failed: dict[str, float] = field(default_factory=dict)
     """`MODEL at POOL` whose engine failed there: for so many seconds it is not tried again."""
-    unused_s: dict[str, float] = field(default_factory=dict)
-    """Models without a request, and for how long."""
 
 
 @dataclass(frozen=True, slots=True)
