@@ -87,6 +87,14 @@ def test_who_does_not_show_it_goes_on_as_fast_as_others_did() -> None:
     assert not any(step.decoded for step in steps.look({}, 4.1))
 
 
+def test_rest_is_no_part_of_a_prefill() -> None:
+    steps = decoding("a")
+    steps.ended("a")
+    steps.look({}, 1.1)
+    steps.released("b", 1000, 60.0)
+    assert [step.duration_s for step in steps.look({}, 60.03)] == [pytest.approx(0.03)]
+
+
 def test_who_ends_without_a_token_leaves_no_backlog() -> None:
     steps = decoding("a")
     steps.released("b", 500, 1.0)

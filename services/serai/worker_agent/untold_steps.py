@@ -53,6 +53,8 @@ class UntoldSteps:
         """The engine was given a request."""
         if not self._waiting:
             self._began_s = now_s
+            if not self._said and not self._silent:
+                self._looked_s = now_s  # What was before is rest.
         self._waiting[key] = tokens
         self._backlog_tokens += tokens
 
