@@ -34,6 +34,7 @@ from serai.worker_agent.phase_gate import (
     GateSettings,
     Offered,
     PhaseGate,
+    Position,
     RefuseLease,
     Release,
     Taken,
@@ -56,6 +57,8 @@ BEAT_S_MAX = 60.0
 ON_ITS_WAY_S = 0.02
 """A request that was posted so short a time ago may not be among what the engine tells of."""
 DIALLED_WITHIN_S = 3.0
+ORDINARY_TOKENS_MAX = 512
+"""Prompt tokens of a step beside decodes, while nothing is held back: so that no stream stands still for long."""
 
 HELD = Gauge("serai_agent_gate_held", "Requests that the phase gate holds back")
 TAKEN = Gauge("serai_agent_gate_taken", "1 while a macro-scheduler owns this instance")
@@ -96,9 +99,11 @@ class GateShell:
         phases: PhaseSocket | None,
         prefill_s_per_token: float,
         kv_tokens_total: int,
+        open_gate: Position = Position.MIXED,
     ) -> None:
         """`load_every_s`: how often `/v1/loads` may be asked, None = never. `phases`: where the engine tells of its
-        steps, if it does. `prefill_s_per_token`: what is taken for true until the engine has shown."""
+        steps, if it does. `prefill_s_per_token`: what is taken for true until the engine has shown.
+        `open_gate`: what an engine that can be told does while nothing is held back."""
         self._bus = bus
         self._session = session
         self._desk = desk
@@ -106,6 +111,7 @@ class GateShell:
         self._load_every_s = load_every_s
         self._kv_tokens_total = kv_tokens_total
         self._phases = phases
+        self._open_gate = open_gate
         self._rate = PrefillRate(prefill_s_per_token)
         self._pulse = EnginePulse(self._rate, told=False)
         self._gate: PhaseGate | None = None
@@ -191,7 +197,8 @@ class GateShell:
             waiting_max=self._desk.concurrency_max,
             tells_steps=True,
             cuts_prompts=told,
-            ordinary_tokens_max=None,
+            ordinary_position=self._open_gate,
+            ordinary_tokens_max=ORDINARY_TOKENS_MAX if self._open_gate is Position.MIXED else None,
         )
         self._pulse = EnginePulse(self._rate, told=told)
         gate = self._gate = PhaseGate(settings, self._rate.predict_s)

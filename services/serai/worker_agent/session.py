@@ -41,6 +41,7 @@ from serai.worker_agent.faults import ENGINE_DIED, with_fault
 from serai.worker_agent.first_record import first_record
 from serai.worker_agent.gpu_watch import GpuWatch
 from serai.worker_agent.outbox import Outbox
+from serai.worker_agent.phase_gate import Position
 from serai.worker_agent.phase_gate_shell import GateShell
 from serai.worker_agent.presence import Presence, Vitals, Work
 from serai.worker_agent.readers import Readers
@@ -254,6 +255,7 @@ class Session:
             phases=PhaseSocket(socket_name(pool.origin.port)) if self._engine.tells_steps else None,
             prefill_s_per_token=settings.prefill_s_per_token or PREFILL_S_PER_TOKEN,
             kv_tokens_total=reports.load.kv_tokens_max or 0,
+            open_gate=Position(settings.open_gate),
         )
         subscriptions = [
             *await self._gate.start(),

@@ -51,6 +51,11 @@ class AgentSettings(ConnectionSettings):
     prefill_s_per_token: float = setting(
         0.0, "what a prompt token may take at worst, in seconds, until the engine has shown it; 0 = by kind of engine"
     )
+    open_gate: str = setting(
+        "mixed",
+        "what an engine that can be told its phase does while the phase gate holds nothing back: mixed (prompts beside "
+        "decodes), or prefill (prompts first, as the macro-scheduler's policies paper and author_code want it)",
+    )
     scratch: str = setting("", "folder on the node's own disk for what engines compile and cache; weights stay")
     interface: str = setting("", "network interface by which engines of several nodes reach each other, e.g. ib0")
     nodes: str = setting("", "auto = one engine over all nodes of the Slurm or PBS job, with an agent on each of them")
@@ -97,6 +102,8 @@ class AgentSettings(ConnectionSettings):
                 raise ValueError(f"{flag} {value:g}: must not be negative")
         if min(self.engine_restarts, self.engine_hung_s, self.gpu_wait_s, self.gpu_others_gib) < 0:
             raise ValueError("--engine-restarts, --engine-hung-s, --gpu-wait-s, --gpu-others-gib must not be negative")
+        if self.open_gate not in ("mixed", "prefill"):
+            raise ValueError(f"--open-gate {self.open_gate!r}: must be mixed or prefill")
         if self.nodes not in ("", "auto"):
             raise ValueError(f"--nodes {self.nodes!r}: must be auto, or not given")
         if self.nodes and self.engine_url:

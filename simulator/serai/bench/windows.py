@@ -115,6 +115,8 @@ def _start(arguments: argparse.Namespace, processes: Processes, work: Path) -> d
         "SERAI_ADMISSION": arguments.admission,
         "SERAI_SLO_TTFT_S": str(arguments.slo_ttft_ms / 1000),
         "SERAI_SLO_TPOT_S": str(arguments.slo_tpot_ms / 1000),
+        # What the paper's instances are: prompts first.
+        "SERAI_OPEN_GATE": "mixed" if arguments.admission == "serai" else "prefill",
     }
     child: Popen[bytes] = processes.start("up", [*command, *arguments.command], environment=environment, stop_s=30)
     say(f"{arguments.instances} instances start")
