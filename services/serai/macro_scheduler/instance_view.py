@@ -52,6 +52,7 @@ class InstanceView:
         self.leased_prefill_s = 0.0
         """Of those."""
         self.leased_kv_tokens = 0
+        self._decode_known: tuple[tuple[int, int], float] = ((-1, -1), 0.0)
         # What the paper's policies note of a window.
         self.window = 0
         self.switched_at_s = 0.0
@@ -131,31 +132,38 @@ class InstanceView:
 
     def decode_s(self) -> float:
         """A decode step of the streams that it has and will have."""
-        report = self.report
-        count = len(self.leases)
+        report, leased = self.report, len(self.leases)
         if report is None or not report.step_s:
-            return self.predict.decode_s(max(1, count), 0)
-        per_stream_s = 0.0
-        if count:
-            count += report.waiting
-            known = max(1, report.decoding.count)
-            context = report.context_tokens // known if report.context_tokens else 512
-            one = self.predict.decode_s(known, known * context)
-            per_stream_s = max(0.0, self.predict.decode_s(known + count, (known + count) * context) - one)
-        return report.step_s + per_stream_s
+            return self.predict.decode_s(max(1, leased), 0)
+        if not leased and not report.waiting:
+            return report.step_s
+        key = (report.sequence, leased)
+        if self._decode_known[0] != key:
+            self._decode_known = (key, self._decode_with(report, leased + report.waiting))
+        return self._decode_known[1]
+
+    def _decode_with(self, report: InstanceReport, more: int) -> float:
+        known = max(1, report.decoding.count)
+        context = report.context_tokens // known if report.context_tokens else 512
+        one_s = self.predict.decode_s(known, known * context)
+        return report.step_s + max(0.0, self.predict.decode_s(known + more, (known + more) * context) - one_s)
 
     def finish_in_s(self, prefill_s: float, slo_tpot_s: float, now_s: float) -> float:
         """When a further prefill of `prefill_s` would be done, by prediction: what waits before it, and the decode
         steps without which no slack is left for it. Since the report, that work has gone on."""
         report = self.report
-        work_s = self.waiting_prefill_s() + prefill_s
-        step_s = self.decode_s()
-        if report is None or not (report.decoding.count or report.waiting):
+        if report is None:
+            return self.leased_prefill_s + prefill_s
+        work_s = self.leased_prefill_s + report.waiting_prefill_s + prefill_s
+        decoding = report.decoding
+        if not (decoding.count or report.waiting):
             return work_s
-        gain = max(0.05, 1.0 - step_s / slo_tpot_s)
-        slack_s = max(-1.0, report.decoding.low_s) if report.decoding.count else slo_tpot_s
-        decode_s = max(0.0, work_s - slack_s) / gain
-        return max(prefill_s, work_s + decode_s + step_s - (now_s - self.reported_at_s))
+        step_s = self.decode_s()
+        slack_s = max(-1.0, decoding.low_s) if decoding.count else slo_tpot_s
+        finish_s = work_s + step_s - (now_s - self.reported_at_s)
+        if work_s > slack_s:
+            finish_s += (work_s - slack_s) / max(0.05, 1.0 - step_s / slo_tpot_s)
+        return finish_s if finish_s > prefill_s else prefill_s
 
 
 def _wrong(report: InstanceReport) -> str:

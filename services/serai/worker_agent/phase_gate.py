@@ -67,6 +67,9 @@ _LOST_TARGETS = 10
 """A stream further behind than so many TPOT targets is not protected: it is lost, or will catch up by itself."""
 
 
+_NONE = Spread(0)
+
+
 class PhaseGate:
     """One instance's gate. `predict_prefill_s` has the time of one prefill step over so many prompt tokens."""
 
@@ -480,8 +483,8 @@ class PhaseGate:
         waiting_s = self._times.prefill_s(self._backlog_tokens + self._waiting.tokens)
         head = self._waiting.head()
         stall, self._stall_s = self._stall_s, 0.0
-        older = self._older.spread(now_s, self._low_share)
-        fresh = self._fresh.spread(now_s, self._low_share)
+        older = self._older.spread(now_s, self._low_share) if self._older.count else _NONE
+        fresh = self._fresh.spread(now_s, self._low_share) if self._fresh.count else _NONE
         return InstanceReport(
             session=self._settings.session,
             sequence=self._sequence,
@@ -500,7 +503,7 @@ class PhaseGate:
             low_share=self._low_share,
             step_s=self._times.decode_s,
             prefill_base_s=self._times.prefill_s(1),
-            prefill_s_per_token=(self._times.prefill_s(2048) - self._times.prefill_s(1024)) / 1024,
+            prefill_s_per_token=self._times.slope_s,
             refused_total=self._refused,
             stalled_ratio_max=stall / self._settings.slo_tpot_s,
             window=self._window,

@@ -22,6 +22,8 @@ class StepTimes:
         """Of a step that only decodes; before the first, one over a single token."""
         self.saved_s = 0.0
         """What a step saves that prefills and decodes at once, against two; below 0: it costs more."""
+        self.slope_s = (self.prefill_s(2048) - self.prefill_s(1024)) / 1024
+        """What one more prompt token costs, in a step of some length."""
         self._measured_decode = False
         self._worth = (0, 0)
         """`worth_tokens` as of so many thousandths of a second of `saved_s`."""

@@ -557,23 +557,25 @@ def _fits_alone(instance: Instance, arrival: Arrival) -> bool:
 
 def _status(instance: Instance, running: RunningStep, outcome: StepOutcome, began_ns: int, ended_ns: int) -> StepEnded:
     engine = instance.engine
+    prefilled = running.prefilled
+    # By position: one is made at each step. In the order of StepEnded's fields.
     return StepEnded(
-        instance=instance.number,
-        began_ns=began_ns,
-        ended_ns=ended_ns,
-        kind=running.kind,
-        decoded=running.kind != "prefill",
-        first=tuple([sequence.owner.request.number for sequence in outcome.said_first]),
-        ended=tuple([sequence.owner.request.number for sequence in outcome.finished]),
-        preempted=tuple([sequence.owner.request.number for sequence in outcome.preempted]),
-        running=engine.running,
-        waiting=engine.waiting,
-        kv_tokens_free=engine.kv_tokens_free,
-        prefill_backlog_tokens=engine.prefill_backlog_tokens,
-        prefill_open=engine.prefill_open,
-        again=_again(running) if running.prefilled else (),
-        prompt_tokens=sum([tokens for _, tokens in running.prefilled]),
-        context_tokens=engine.context_tokens,
+        instance.number,
+        began_ns,
+        ended_ns,
+        running.kind,
+        running.kind != "prefill",
+        tuple([sequence.owner.request.number for sequence in outcome.said_first]) if prefilled else (),
+        tuple([sequence.owner.request.number for sequence in outcome.finished]) if outcome.finished else (),
+        tuple([sequence.owner.request.number for sequence in outcome.preempted]) if outcome.preempted else (),
+        engine.running,
+        engine.waiting,
+        engine.kv_tokens_free,
+        engine.prefill_backlog_tokens,
+        engine.prefill_open,
+        _again(running) if prefilled else (),
+        sum([tokens for _, tokens in prefilled]) if prefilled else 0,
+        engine.context_tokens,
     )
 
 

@@ -61,7 +61,7 @@ class ReportPath:
     loss: float = 0.0
     """Share of them that never arrive."""
     seed: int = 0
-    interval_s: float = 0.02
+    interval_s: float = 0.05
     """An instance sends no more than one in this time."""
 
     def __post_init__(self) -> None:
