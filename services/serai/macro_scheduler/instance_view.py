@@ -163,7 +163,7 @@ class InstanceView:
         finish_s = work_s + step_s - (now_s - self.reported_at_s)
         if work_s > slack_s:
             finish_s += (work_s - slack_s) / max(0.05, 1.0 - step_s / slo_tpot_s)
-        return finish_s if finish_s > prefill_s else prefill_s
+        return max(prefill_s, finish_s)
 
 
 def _wrong(report: InstanceReport) -> str:

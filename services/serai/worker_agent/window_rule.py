@@ -128,6 +128,9 @@ def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: 
     head = min(at.head_tokens, most)
     if until_s > times.prefill_s(head) + 2 * times.decode_s:
         return None
-    if at.harm(times.mixed_s(head) - at.slo_tpot_s) < harm_max:
-        return Choice(Position.MIXED, head, "its deadline is near")
+    beside = max(head, min(window, most))
+    for tokens in (beside, head) if beside > head else (head,):
+        served = max(1.0, at.requests * tokens / at.work_tokens)
+        if at.harm(times.mixed_s(tokens) - at.slo_tpot_s) < harm_max * served:
+            return Choice(Position.MIXED, tokens, "its deadline is near")
     return None
