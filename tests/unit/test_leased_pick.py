@@ -231,3 +231,16 @@ def test_a_client_that_leaves_while_its_request_waits_withdraws_it() -> None:
         await asyncio.gather(asking, return_exceptions=True)
 
     serve({"s1": STREAMED}, lambda one: AdmissionAnswer(one.request_id, Decision.WAIT), talk)
+
+
+def test_who_waits_when_the_gateway_stops_is_told_so() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        asking = asyncio.create_task(ask(client))
+        while not bus.asks:
+            await asyncio.sleep(0.001)
+        ingress._asking.stop()
+        status, headers, body = await asking
+        assert (status, headers["retry-after"], told(body)["code"]) == (503, "1", "stopping")
+        assert bus.withdrawn == [bus.asks[0].request_id]
+
+    serve({"s1": STREAMED}, lambda one: AdmissionAnswer(one.request_id, Decision.WAIT), talk)

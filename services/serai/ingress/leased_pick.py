@@ -54,6 +54,9 @@ class LeasedPick:
         if isinstance(answer, Outcome):
             if answer is Outcome.TIMED_OUT:
                 raise _timed_out(call, ended_s)
+            if answer is Outcome.STOPPED:
+                text = "This gateway is stopping."
+                raise ApiError(503, text, kind="server_error", code="stopping", retry_after_s=1)
             return None
         if answer.decision is Decision.REFUSE:
             raise _refused(call, answer)

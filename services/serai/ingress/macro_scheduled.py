@@ -60,6 +60,8 @@ class Outcome(Enum):
     BUS_LOST = "bus lost"
     TIMED_OUT = "timed out"
     """It said WAIT, and nothing after that while the request had time."""
+    STOPPED = "stopped"
+    """This process ends."""
 
 
 class Ask(NamedTuple):
@@ -165,6 +167,13 @@ class AdmissionClient:
     def give_back(self, model: str, request_id: str) -> None:
         """The lease that this ask was granted will not be used."""
         self._withdraw(self._models.get(model) or self._model(model), request_id)
+
+    def stop(self) -> None:
+        """Who waits is told: this process ends before there is a place."""
+        for model in self._models.values():
+            for request_id in (*model.asked, *model.told_to_wait):
+                self._withdraw(model, request_id)
+            self._fail_all(model, Outcome.STOPPED)
 
     def retain(self, models: Sequence[str] | set[str]) -> None:
         """Forgets all models but these, where nothing is out. To be called now and then."""

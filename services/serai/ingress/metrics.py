@@ -37,7 +37,7 @@ OUTCOMES = Counts(
 ADMISSIONS = Counts(
     "serai_ingress_admissions",
     "Asks for a place at a macro-scheduler's instances, by its word (admit, best_effort, refuse) or why there was none "
-    "(absent, silent, unknown, full, bus lost, timed out), and leases that sessions refused (lease_refused)",
+    "(absent, silent, unknown, full, bus lost, timed out, stopped), and leases that sessions refused (lease_refused)",
     ["model", "decision"],
 )
 ADMISSION_TIME = Histograms(

@@ -182,6 +182,7 @@ class Ingress:
         if not await self._door.close(told):
             log.warning("ingress.cut_short", streams=self._client.open_streams)
             self._admission.turns.stop()
+            self._asking.stop()
             self._client.fail_all()
             await self._server.drain(FLUSH_S)
 
