@@ -19,6 +19,7 @@ from serai.contracts.admission import (
 from serai.contracts.codec import decode, encode
 from serai.contracts.inference import FailureCode
 from serai.ingress.access import Access
+from serai.ingress.configuration import Configuration
 from serai.ingress.http_server import HttpServer
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
@@ -125,6 +126,16 @@ def test_other_policies_ask_nobody() -> None:
         assert bus.asks == []
 
     serve({"s1": STREAMED}, admit_at("s1"), talk, policy="least-loaded")
+
+
+def test_the_policy_of_a_model_may_change_while_requests_run() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        for policies, asks in (({}, 0), ({"m": "macro-scheduled"}, 1), ({"x": "macro-scheduled"}, 1)):
+            ingress.apply(Configuration(policy="least-loaded", policies=policies))
+            assert (await ask(client))[0] == 200
+            assert len(bus.asks) == asks
+
+    serve({"s1": STREAMED}, admit_at("s1"), talk)
 
 
 @pytest.mark.parametrize("scheduler", [None, lambda one: None], ids=["nobody there", "silent"])
