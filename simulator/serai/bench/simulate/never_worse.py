@@ -52,9 +52,11 @@ from serai.simulator.reports.tables import write_table_csv
 _T = TypeVar("_T")
 ORDINARY = ("vllm", "sarathi")
 GOAL_POINTS = -1.0
-CELLS, QUICK_CELLS, CELLS_MAX = 330, 24, 20_000
-REQUESTS_MIN, QUICK_REQUESTS_MIN = 150, 100
+CELLS, QUICK_CELLS, CELLS_MAX = 315, 24, 20_000
+REQUESTS_MIN, QUICK_REQUESTS_MIN = 100, 100
 LOOK_AGAIN_POINTS = -0.5
+FIRST_LOOK_S, SECOND_LOOK_S = 100.0, 300.0
+"""Nobody waits longer for those requests."""
 CLOSER = 4
 SHOWN = 12
 
@@ -196,8 +198,9 @@ def looked_at(runs: Runs, places: Sequence[Place], system: str, seeds: Sequence[
 
 def _cell(place: Place, system: str, seed: int, requests: int) -> Cell:
     # Another seed for each cell, so that one odd stretch of arrivals is not in all of them.
-    load = Load(place.rate_per_s, 1000 * place.number + seed, place.cv, counted_s=15.0, lead_s=12.0, tail_s=5.0)
-    return Cell(place.where, Candidate(system), long_enough(load, requests, 240.0))
+    load = Load(place.rate_per_s, 1000 * place.number + seed, place.cv, counted_s=12.0, lead_s=8.0, tail_s=4.0)
+    longest_s = FIRST_LOOK_S if requests <= REQUESTS_MIN else SECOND_LOOK_S
+    return Cell(place.where, Candidate(system), long_enough(load, requests, longest_s))
 
 
 def gap_of(place: Place, attained: Mapping[tuple[int, str, int], float], seeds: Sequence[int], system: str) -> Gap:
