@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 DAY_S = 86_400.0
 SLOTS = 48
 """Parts of the day that are told apart."""
-LEVEL_S = 240.0
+LEVEL_S = 150.0
 """Over which the level forgets."""
 TREND_S = 1200.0
 ERROR_S = 1800.0

@@ -15,6 +15,7 @@ from serai.placer.problem import Cell, Problem
 
 _EQUAL = 1e-9
 _SWAPS_MAX = 2000
+_POOR_TRIED = 8
 
 
 class Counts:
@@ -220,16 +221,18 @@ def _take_from_the_rich(counts: Counts, late: Callable[[], bool]) -> None:
     """While it helps: the worst-served model takes the room of instances whose models stay better off than it was."""
     problem = counts.problem
     for _ in range(_SWAPS_MAX):
-        poor = [
+        poor = sorted(
             (counts.shares[number], number)
             for number, demand in enumerate(problem.demands)
-            if demand.planned_requests_s > 0 and counts.cells(number)
-        ]
-        if not poor or late():
+            if demand.planned_requests_s > 0 and counts.cells(number) and counts.shares[number] < 1 - _EQUAL
+        )
+        # The worst-served may be beyond help while the next is not.
+        if late() or not any(_helped(counts, number, share) for share, number in poor[:_POOR_TRIED]):
             return
-        share, number = min(poor)
-        if share >= 1 - _EQUAL or not any(_swap(counts, place, share) for place in counts.cells(number)):
-            return
+
+
+def _helped(counts: Counts, number: int, share: float) -> bool:
+    return any(_swap(counts, place, share) for place in counts.cells(number))
 
 
 def _swap(counts: Counts, wanted: int, share: float) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from serai.bench.place.replay import Engine, Start, Stop
-from serai.bench.place.traces import STEP_S, RateTrace
+from serai.bench.place.traces import RateTrace
 from serai.contracts.placement import ActionKind, Assignment, RunState
 from serai.performance.shipped_models import shipped_card
 from serai.placer.demand import ModelDemand
@@ -52,8 +52,8 @@ def options_of(trace: RateTrace, fleet: Fleet) -> tuple[Option, ...]:
 
 @dataclass
 class Static:
-    """One placement for the whole trace, made with the knowledge of all of it: each model's rate that `share` of its
-    minutes stay within (None: its mean), and at least one engine for everyone while there is room."""
+    """One placement for the whole trace, made from an earlier one: each model's rate that `share` of its minutes stay
+    within (None: its mean)."""
 
     trace: RateTrace
     fleet: Fleet
@@ -64,7 +64,7 @@ class Static:
 
     def begin(self) -> Sequence[Start]:
         """The placement."""
-        demands = [demand_of(self.trace, place, self._rate(place), least=1) for place in range(len(self.trace.models))]
+        demands = [demand_of(self.trace, place, self._rate(place)) for place in range(len(self.trace.models))]
         placement = solve(self.fleet, demands, self.options, limits=SolveLimits(self.solve_s))
         return [Start(placed.option, placed.nodes[0][0]) for placed in placement.placed]
 
@@ -89,8 +89,7 @@ class Dynamic:
     start: Sequence[Start]
     rules: PlanRules
     solve_s: float = 0.0
-    every_s: float = 120.0
-    tell: Callable[[str], None] = lambda _: None
+    every_s: float = 60.0
     forecaster: Forecaster = field(default_factory=Forecaster)
     generation: int = 0
     moves: list[float] = field(default_factory=list)
@@ -110,7 +109,13 @@ class Dynamic:
         facts = self._facts(now_s)
         demands = [fact.demand for fact in facts]
         running = [Running(e.id, e.option, ((e.node, e.option.gpus),), since_s=now_s - e.started_s) for e in engines]
-        placement = solve(self.fleet, demands, self.options, running, limits=SolveLimits(self.solve_s))
+        limits = SolveLimits(self.solve_s)
+        placement = solve(self.fleet, demands, self.options, running, limits=limits)
+        if placement.missing:
+            # Not everything that may come can be had: first what is expected.
+            facts = [replace(f, demand=replace(f.demand, requests_s_high=None)) for f in facts]
+            expected = [fact.demand for fact in facts]
+            placement = solve(self.fleet, expected, self.options, running, limits=limits)
         return self._worth(now_s, placement, facts, engines)
 
     def _facts(self, now_s: float) -> list[ModelFacts]:

@@ -79,7 +79,7 @@ class Course:
     """Starts of a model that nothing served while requests waited."""
     moves_by_hour: list[int] = field(default_factory=list)
     requests: float = 0.0
-    left: float = 0.0
+    turned_away: float = 0.0
     samples: list[dict[str, float]] = field(default_factory=list)
     """Every ten minutes: GPUs in use, share met, moves."""
 
@@ -174,15 +174,18 @@ class _Replay:
             self._gpu_s += engine.option.gpus * STEP_S
             if engine.stopped_s is None:
                 capacity.setdefault(engine.option.model, []).append((engine.ready_s, engine.option.requests_s))
-        parts = round(STEP_S / SUB_STEP_S)
         for place, model in enumerate(self._trace.models):
-            arriving = self._trace.counts[place][step] / parts
+            arriving = self._trace.counts[place][step]
             queue, own = self._queues[model.name], capacity.get(model.name, ())
             if not arriving and not queue.waiting:
                 continue
+            # With the same capacity all the while, one step is as exact as many.
+            changes = any(now_s < ready_s < now_s + STEP_S for ready_s, _ in own)
+            parts = round(STEP_S / SUB_STEP_S) if changes else 1
             for part in range(parts):
                 at_s = now_s + part * SUB_STEP_S
-                queue.step(arriving, sum(rate for ready_s, rate in own if ready_s <= at_s), SUB_STEP_S)
+                ready = sum(rate for ready_s, rate in own if ready_s <= at_s)
+                queue.step(arriving / parts, ready, STEP_S / parts)
 
     def _sample(self, at_s: float) -> None:
         arrived = sum(queue.arrived for queue in self._queues.values())
@@ -204,6 +207,6 @@ class _Replay:
             cold_starts=self._cold,
             moves_by_hour=self._moves,
             requests=arrived,
-            left=sum(queue.left for queue in self._queues.values()),
+            turned_away=sum(queue.turned_away for queue in self._queues.values()),
             samples=self._samples,
         )

@@ -73,9 +73,7 @@ CARDS = (
 """Sizes as public catalogues have them: many small ones, a few large."""
 
 
-def published_marginals(
-    seed: int, *, models: int = 142, hours: float = 24.0, mean_s: float = 60.0, days_before: float = 0.0
-) -> RateTrace:
+def published_marginals(seed: int, *, models: int = 142, hours: float = 24.0, mean_s: float = 60.0) -> RateTrace:
     """The synthetic trace: `mean_s` requests a second of all models together, `hours` long."""
     random = Random(f"{seed}/marginals")
     steps = round(hours * 3600 / STEP_S)
@@ -139,7 +137,7 @@ def _poisson(mean: float, random: Random) -> int:
 
 
 def _model(name: str, random: Random) -> TracedModel:
-    prompt, output = random.choice([300, 700, 1200, 2000]), random.choice([80, 150, 300, 500])
+    prompt, output = random.choice([300, 700, 1200]), random.choice([80, 150, 300])
     return TracedModel(name, random.choice(CARDS), LengthSpread.about(prompt), LengthSpread.about(output))
 
 

@@ -1,0 +1,96 @@
+"""Static and dynamic placement on one trace and one fleet: what both come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from serai.bench.place.policies import SLO_TTFT_S, Dynamic, Static, options_of
+from serai.bench.place.replay import Course, replay
+from serai.bench.place.traces import RateTrace
+from serai.placer.fleet import Fleet, Node
+from serai.placer.plan import PlanRules
+
+NODE_GPUS = 4
+STATIC_SHARES = (None, 0.9, 0.97, 0.99)
+"""Rates that a static placement is made for: the mean of the day before, or what these shares of its minutes stay
+within."""
+RULES = PlanRules(cold_after_s=7200.0, moves_per_hour=240)
+"""For many models: four moves a minute at most. Engines of silent models stay for two hours unless others need room."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The best static placement and the dynamic one."""
+
+    static: Course
+    static_share: float | None
+    dynamic: Course
+
+
+def fleet_of(gpus: dict[str, int], share: float = 1.0) -> Fleet:
+    """Nodes of four, by kind; `share` of each."""
+    return Fleet(
+        [
+            Node(f"{kind}-{place}", kind, NODE_GPUS)
+            for kind, count in gpus.items()
+            for place in range(round(count * share / NODE_GPUS))
+        ]
+    )
+
+
+def best_static(
+    before: RateTrace, trace: RateTrace, fleet: Fleet, solve_s: float, tell: Callable[[str], None]
+) -> tuple[Course, float | None, Static]:
+    """The static placement that does best on `trace`, of those that the day before would suggest. Choosing by what came
+    is in its favour."""
+    options = options_of(trace, fleet)
+    found: list[tuple[Course, float | None, Static]] = []
+    for share in STATIC_SHARES:
+        static = Static(before, fleet, options, share, solve_s)
+        course = replay(trace, fleet, static, SLO_TTFT_S)
+        told = "its mean" if share is None else f"p{share * 100:g} of its minutes"
+        tell(f"static for {told} of the day before: {course.attainment:.4f}")
+        found.append((course, share, static))
+    return max(found, key=lambda one: one[0].attainment)
+
+
+def dynamic(trace: RateTrace, fleet: Fleet, start: Static, solve_s: float, rules: PlanRules = RULES) -> Course:
+    """The placer on `trace`, from where `start` stays."""
+    options = options_of(trace, fleet)
+    return replay(trace, fleet, Dynamic(trace, fleet, options, start.begin(), rules, solve_s), SLO_TTFT_S)
+
+
+def compare(
+    before: RateTrace, trace: RateTrace, fleet: Fleet, solve_s: float, tell: Callable[[str], None]
+) -> tuple[Compared, Static]:
+    """Both on the whole fleet."""
+    course, share, static = best_static(before, trace, fleet, solve_s, tell)
+    moved = dynamic(trace, fleet, static, solve_s)
+    tell(
+        f"dynamic: {moved.attainment:.4f}, {moved.moves_per_hour:.0f} moves an hour (at most "
+        f"{max(moved.moves_by_hour)}), {moved.cold_starts} cold starts"
+    )
+    return Compared(course, share, moved), static
+
+
+def row(name: str, course: Course) -> list[str]:
+    """A line of a table."""
+    return [
+        name,
+        f"{course.attainment:.4f}",
+        f"{course.model_attainment:.4f}",
+        f"{course.gpu_hours:.0f}",
+        f"{course.moves_per_hour:.1f}",
+        str(max(course.moves_by_hour)),
+        str(course.cold_starts),
+    ]
+
+
+HEAD = ["placement", "attainment", "mean of models", "GPU-hours", "moves/h", "most in an hour", "cold starts"]
+
+
+def raw(courses: Sequence[tuple[str, Course]]) -> list[dict[str, Any]]:
+    """As JSON."""
+    return [{"placement": name, **asdict(course)} for name, course in courses]
