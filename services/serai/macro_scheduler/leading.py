@@ -59,6 +59,7 @@ class Candidate:
         self._heard_epoch = heard_epoch
         self._unheard_inbox = unheard_inbox
         self._epoch = 0
+        self._why_not = ""
         self._wake = asyncio.Event()
         self.lease: KvLease[GroupLease] = KvLease(
             groups,
@@ -94,6 +95,14 @@ class Candidate:
             await self._end(self.term)
         if self.term is None and self.lease.held:
             await self._begin()
+        self._say_why_not()
+
+    def _say_why_not(self) -> None:
+        """Once, when it changes: another leads, or KV does not answer."""
+        why = self.lease.why_not
+        if why and why != self._why_not:
+            log.info("macro.stands_by", model=self.model, why=why)
+        self._why_not = why
 
     def _look_after(self, holder: str) -> None:
         lease, reply = GroupLease(holder, 0, 0), f"{self._unheard_inbox}.{PRESENCE}"
