@@ -465,3 +465,30 @@ def test_nonsense_from_an_engine_is_no_step(wrong: dict[str, Any]) -> None:
     assert step_in(json.dumps(step | wrong).encode()) is None
     assert step_in(b"[]") is None
     assert step_in(b"{}") is None
+
+
+def test_an_engine_whose_load_is_cheap_to_ask_is_asked_while_it_works(loop: asyncio.Runner) -> None:
+    async def main() -> None:
+        agent = Agent()
+        asked = 0
+
+        async def ask_load() -> EngineLoad | None:
+            nonlocal asked
+            asked += 1
+            return EngineLoad(kv_tokens_used=100 * asked, kv_tokens_free=1000 - 100 * asked) if asked < 3 else None
+
+        agent.reports.ask_load = ask_load
+        agent.shell._load_every_s = 0.01
+        watching = asyncio.ensure_future(agent.shell.watching())
+        await asyncio.sleep(0.05)
+        assert asked == 0, "nobody has taken it"
+        agent.take(beat_s=60)
+        await asyncio.sleep(0.05)
+        assert asked == 0, "it is idle"
+        agent.request()
+        while asked < 4:
+            await asyncio.sleep(0.005)
+        assert agent.gate.heard_of(EngineSays) == [EngineSays(900, 1000), EngineSays(800, 1000)]
+        watching.cancel()
+
+    loop.run(main())
