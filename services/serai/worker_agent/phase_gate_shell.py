@@ -16,7 +16,7 @@ from typing import assert_never
 import structlog
 from prometheus_client import Gauge
 
-from serai.contracts.admission import GateMode, TakeInstance
+from serai.contracts.admission import GateMode, InstanceState, TakeInstance
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.inference import FailureCode
 from serai.contracts.subjects import INSTANCE, TAKE
@@ -171,11 +171,15 @@ class GateShell:
             log.warning("take.refused", owner=take.owner, why=nonsense)
             return
         gate = self._attached()
-        accepted = take.epoch > self._epoch or (take.epoch == self._epoch and take.owner == self._owner)
+        known = take.epoch == self._epoch and take.owner == self._owner
+        accepted = known or take.epoch > self._epoch
         if accepted:
             self._accept(take)
         if message.reply:
-            self._publish(message.reply, encode(gate.state(time.monotonic(), accepted)))
+            now = time.monotonic()
+            # A beat needs no list: 256 requests are 60 KB.
+            state = InstanceState(gate.report(now), [], True) if known else gate.state(now, accepted)
+            self._publish(message.reply, encode(state))
 
     def _accept(self, take: TakeInstance) -> None:
         if (take.owner, take.epoch) != (self._owner, self._epoch):

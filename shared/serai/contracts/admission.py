@@ -195,6 +195,7 @@ class InstanceState(msgspec.Struct, frozen=True):
 
     report: InstanceReport
     requests: list[HeldRequest]
+    """Of a new owner's first `TakeInstance`; later ones, its beats, are answered without."""
     accepted: bool
     """False: it obeys a higher epoch, `report.epoch`."""
 
