@@ -145,6 +145,14 @@ CASES = {
         ),
         wanted((A, "p0", "a0"), (B, "p1", None), (B, "p2", None), (B, "p3", None)),
     ),
+    "an engine that no pool has": (
+        Picture(
+            [PoolFacts("p0", "h100-sxm-80", 1, "local", frozenset({"sglang", "vllm"}))],
+            [],
+            [facts("a", 1.0)],
+        ),
+        wanted((A, "p0", None)),
+    ),
     "a burst is predicted": (
         Picture(pools(1), [], [facts("a", prewarm=True, unused_s=5000.0)]),
         wanted((A, "p0", None)),

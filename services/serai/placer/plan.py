@@ -201,6 +201,8 @@ class _Planner:
         for placed in starts:
             if len(placed.nodes) != 1:
                 self._hold(placed.option, "pool agents run engines of one node only; this one needs several")
+            elif why := self._no_engine(placed.option):
+                self._hold(placed.option, why)
             elif (seat := self._seat(placed, free)) is not None:
                 free[seat] -= placed.option.gpus
                 changes.append(_Change(seat, (), (placed.option,)))
@@ -219,26 +221,37 @@ class _Planner:
         """A pool with room for it: the one that the solver chose, unless another has the weights at hand, or the
         engine has failed there."""
         option, chosen = placed.option, placed.nodes[0][0]
-        facts = self._facts.get(option.model)
-        if facts is None:
-            return None
-        allowed = facts.demand.providers_allowed
         fits = [
             pool.name
             for pool in self._picture.pools
-            if pool.gpu == option.gpu
-            and free[pool.name] >= option.gpus
-            and facts.engine in pool.engines
-            and (not allowed or pool.provider in allowed)
-            and failed_key(option.model, pool.name) not in self._picture.failed
+            if pool.gpu == option.gpu and free[pool.name] >= option.gpus and self._can_start(option.model, pool.name)
         ]
         warm = self._picture.warm.get(option.model, ())
         return min(fits, key=lambda name: (name not in warm, name != chosen, free[name], name), default=None)
 
+    def _no_engine(self, option: Option) -> str:
+        """Why no pool could start it, whatever else runs there; empty = one could."""
+        facts = self._facts.get(option.model)
+        if facts is None:
+            return "nothing is known of its model"
+        of_kind = [pool for pool in self._picture.pools if pool.gpu == option.gpu]
+        if any(facts.engine in pool.engines for pool in of_kind):
+            return ""
+        there = ", ".join(sorted({engine for pool in of_kind for engine in pool.engines})) or "none"
+        return f"no pool with {option.gpu} has the engine `{facts.engine}` (there is {there})"
+
+    def _can_start(self, model: str, pool: str) -> bool:
+        """Whether the pool has its engine, may have its requests, and has not failed with it lately."""
+        facts, there = self._facts[model], self._pools.get(pool)
+        if there is None or facts.engine not in there.engines or failed_key(model, pool) in self._picture.failed:
+            return False
+        allowed = facts.demand.providers_allowed
+        return not allowed or there.provider in allowed
+
     def _exchange(self, placed: Placed, free: dict[str, int], stops: list[Instance]) -> _Change | None:
         """Takes from `stops` those of the pool that must end for it."""
         option, pool = placed.option, placed.nodes[0][0]
-        if pool not in free or failed_key(option.model, pool) in self._picture.failed:
+        if pool not in free or not self._can_start(option.model, pool):
             return None
         room = free[pool]
         taken: list[Instance] = []

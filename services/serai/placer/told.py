@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from serai.contracts.codec import MalformedMessage, decode, encode
-from serai.contracts.placement import Assignment, Assignments, PoolReport
+from serai.contracts.placement import Assignment, Assignments, BadReport, PoolReport, checked_report
 from serai.contracts.subjects import ASSIGN
 from serai.placer.pools import LIVE
 from serai.runtime.bus import Bus, BusError, NoResponders
@@ -115,10 +115,10 @@ class Told:
         wanted.told_at_s = self._clock()
         try:
             message = await self._bus.request(ASSIGN.of(pool), encode(told), ASSIGN_TIMEOUT_S)
-            return decode(PoolReport, message.data)
+            return checked_report(decode(PoolReport, message.data))
         except NoResponders:
             log.warning("placer.pool_not_there", pool=pool, effect="it will find its assignments when it is back")
-        except (BusError, MalformedMessage) as error:
+        except (BusError, MalformedMessage, BadReport) as error:
             log.warning("placer.pool_not_told", pool=pool, error=str(error), effect="told again")
         return None
 
