@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,11 +171,25 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor | _Here]:
         yield _Here()
         return
     # Fresh processes: what was imported here (a progress bar's threads, say) does not go along.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_the_parent
+    )
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_with_the_parent() -> None:
+    """A killed study leaves nobody behind who goes on computing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class _Lines:
