@@ -245,6 +245,7 @@ _USAGE = UsageRecord(
     gpu="NVIDIA GH200 120GB",
     gpus=4,
     gpu_seconds=3.125,
+    energy_j=812.5,
     prompt_tokens=1_024,
     cached_tokens=512,
     output_tokens=300,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from serai.contracts.usage import DemandRequest, Outcome, Spent, UsageRecord
-from serai.ledger.schema import COLUMNS
+from serai.ledger.schema import COLUMNS, STEPS, row
 from serai.ledger.sql_store import BadLedgerUrl, SqlStore, StoreError, parsed_url
 
 
@@ -105,6 +106,7 @@ def record(number: int, **fields: Any) -> UsageRecord:
         "prompt_tokens": 10,
         "output_tokens": 5,
         "gpu_seconds": 0.5,
+        "energy_j": 300.0,
     }
     return UsageRecord(
         **{"id": f"r{number}", "outcome": Outcome.COMPLETE, "status": 200, "endpoint": "/v1/x"} | usual | fields
@@ -122,6 +124,7 @@ def test_a_record_counts_once(store: SqlStore) -> None:
     (line,) = store.usage("project")
     assert (line.name, line.requests, line.prompt_tokens, line.output_tokens) == ("climate", 3, 30, 15)
     assert line.gpu_seconds == pytest.approx(1.5)
+    assert line.energy_j == pytest.approx(900)
 
 
 def test_sums_by_what_was_asked_and_between_moments(store: SqlStore) -> None:
@@ -176,6 +179,28 @@ def test_two_openers_and_a_reader_share_it(url: str, store: SqlStore) -> None:
     finally:
         other.close()
         reader.close()
+
+
+def test_tables_of_an_older_version_are_brought_up_to_date(tmp_path: Path) -> None:
+    """Those of the first version had no energy."""
+    file = tmp_path / "old.db"
+    with sqlite3.connect(file) as old:
+        old.execute("CREATE TABLE serai_schema (version INTEGER NOT NULL)")
+        for statement in STEPS[0]:
+            old.execute(statement.format(integer="INTEGER", real="REAL"))
+        old.execute("INSERT INTO serai_schema (version) VALUES (1)")
+        columns = [name for name in COLUMNS if name != "energy_j"]
+        values = dict(zip(COLUMNS, row(record(1)), strict=True))
+        marks = ", ".join("?" * len(columns))
+        old.execute(
+            f"INSERT INTO usage_records ({', '.join(columns)}) VALUES ({marks})", [values[name] for name in columns]
+        )
+    old.close()
+    store = SqlStore(parsed_url(f"sqlite:///{file}"))
+    assert store.insert([record(1), record(2)]) == 1
+    (line,) = store.usage("project")
+    assert (line.requests, line.energy_j) == (2, 300.0)
+    store.close()
 
 
 def test_tables_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:

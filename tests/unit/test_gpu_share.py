@@ -39,6 +39,37 @@ def test_shares_add_up_to_the_time_in_which_somebody_was_there(steps: list[tuple
     assert sum(shares.seconds(share, now) for share in everyone) == pytest.approx(busy)
 
 
+def test_the_power_is_shared_as_the_time_is() -> None:
+    shares = GpuShares()
+    first = shares.begin("s", 0.0)
+    shares.report("s", 1, 1, 0.0, 500.0)
+    second = shares.begin("s", 4.0)
+    shares.report("s", 2, 2, 6.0, 700.0)
+    assert shares.joules(first, 6.0) == 4 * 500 + 2 * 250
+    shares.end(second, 8.0)
+    assert shares.joules(second, 8.5) == 2 * 250 + 2 * 350
+    shares.report("s", 3, 1, 9.0)
+    assert shares.joules(first, 20.0) == 4 * 500 + 2 * 250 + 2 * 350 + 1 * 700, "then nobody knew"
+
+
+@given(steps)
+def test_no_joule_is_charged_twice(steps: list[tuple[float, int]]) -> None:
+    shares, now, drawn_j, power_w = GpuShares(), 0.0, 0.0, 0.0
+    running: list[Share] = []
+    everyone: list[Share] = []
+    for sequence, (passed, number) in enumerate(steps):
+        now += passed
+        drawn_j += passed * power_w if running else 0.0
+        if number < len(running):
+            shares.end(running.pop(number), now)
+        else:
+            running.append(shares.begin("s", now))
+            everyone.append(running[-1])
+        power_w = 100.0 * number
+        shares.report("s", sequence, len(running), now, power_w)
+    assert sum(shares.joules(share, now) for share in everyone) == pytest.approx(drawn_j)
+
+
 def test_others_requests_count_once_reports_agree_on_them() -> None:
     shares = GpuShares()
     mine = shares.begin("s", 0.0)

@@ -62,7 +62,7 @@ def _named(by: str, line: Usage) -> dict[str, object]:
 
 
 def _print_table(by: str, lines: Sequence[Usage]) -> None:
-    head = [by, "requests", "not complete", "prompt", "cached", "output", "GPU-seconds"]
+    head = [by, "requests", "not complete", "prompt", "cached", "output", "GPU-seconds", "kWh"]
     rows = [
         [
             line.name.strip("/") or "(nobody named)",
@@ -72,6 +72,7 @@ def _print_table(by: str, lines: Sequence[Usage]) -> None:
             f"{line.cached_tokens:,}",
             f"{line.output_tokens:,}" + ("~" if line.estimated else ""),
             f"{line.gpu_seconds:,.1f}",
+            f"{line.energy_j / 3.6e6:,.4f}",
         ]
         for line in lines
     ]

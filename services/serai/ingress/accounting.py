@@ -78,7 +78,7 @@ class Accounting:
         """Takes note of what sessions say of themselves. To be called several times a second."""
         for session in self._shares.sessions:
             if status := self._replica.status(session):
-                self._shares.report(session, status.sequence, status.in_flight, now)
+                self._shares.report(session, status.sequence, status.in_flight, now, status.gpu_power_w)
 
     def retain(self, sessions: Collection[str], models: Collection[str]) -> None:
         """Forgets all other sessions, and the series of all other models. To be called now and then."""
@@ -150,6 +150,7 @@ class Accounting:
             gpu=gpus[0].name if gpus else "",
             gpus=len(gpus),
             gpu_seconds=self._gpu_seconds(call, now),
+            energy_j=sum([self._shares.joules(share, now) for share in call.shares]),
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,
             output_tokens=tokens.output,

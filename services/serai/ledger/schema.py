@@ -35,6 +35,7 @@ COLUMNS: dict[str, str] = {
     "gpu": f"{_TEXT} NOT NULL",
     "gpus": f"{_INTEGER} NOT NULL",
     "gpu_seconds": f"{_REAL} NOT NULL",
+    "energy_j": f"{_REAL} NOT NULL",
     "prompt_tokens": f"{_INTEGER} NOT NULL",
     "cached_tokens": f"{_INTEGER} NOT NULL",
     "output_tokens": f"{_INTEGER} NOT NULL",
@@ -42,12 +43,17 @@ COLUMNS: dict[str, str] = {
 }
 """One for each field of a record, in its order."""
 
+_LATER = {"energy_j"}
+"""Those that the first step does not make."""
+_FIRST = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items() if name not in _LATER)
+
 STEPS: tuple[tuple[str, ...], ...] = (
     (
-        f"CREATE TABLE usage_records ({', '.join(f'{name} {kind}' for name, kind in COLUMNS.items())})",
+        f"CREATE TABLE usage_records ({_FIRST})",
         "CREATE INDEX usage_records_by_start ON usage_records (started)",
         "CREATE INDEX usage_records_by_project ON usage_records (project, started)",
     ),
+    (f"ALTER TABLE usage_records ADD COLUMN energy_j {_REAL} NOT NULL DEFAULT 0",),
 )
 
 

@@ -58,6 +58,7 @@ class Usage:
     estimated: int
     """Requests whose tokens are guessed."""
     gpu_seconds: float
+    energy_j: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,8 @@ class SqlStore:
         with self._working() as cursor:
             cursor.execute(
                 f"SELECT {group}, count(*), {outcomes}, sum(prompt_tokens), sum(cached_tokens), sum(output_tokens), "
-                f"sum(tokens_estimated), sum(gpu_seconds) FROM usage_records WHERE {' AND '.join(conditions)} "
+                f"sum(tokens_estimated), sum(gpu_seconds), sum(energy_j) FROM usage_records "
+                f"WHERE {' AND '.join(conditions)} "
                 f"GROUP BY {group} ORDER BY {group}",
                 tuple(values),
             )
@@ -248,8 +250,8 @@ class SqlStore:
 
 def _usage(name: str, *sums: Any) -> Usage:
     """PostgreSQL's sums are decimals."""
-    *counts, gpu_seconds = sums
-    return Usage(name, *map(int, counts), gpu_seconds=float(gpu_seconds))  # type: ignore[misc]
+    *counts, gpu_seconds, energy_j = sums
+    return Usage(name, *map(int, counts), gpu_seconds=float(gpu_seconds), energy_j=float(energy_j))  # type: ignore[misc]
 
 
 def _sqlite(path: Path, *, only_read: bool) -> sqlite3.Connection:

@@ -68,6 +68,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     gpus: int = 0
     gpu_seconds: float = 0.0
     """The request's share of the time of its sessions' GPUs."""
+    energy_j: float = 0.0
+    """Its share of what these drew meanwhile, in joules; 0 where their power is not known."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Of `prompt_tokens`, those that the engine had in its cache."""
