@@ -292,6 +292,23 @@ def test_a_bucket_that_vanished_stops_nothing_and_is_made_anew(site: Site) -> No
     run(work)
 
 
+def test_what_an_engine_took_to_load_counts_for_the_next(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        await site.look()
+        (pool, *_) = site.pools
+        (one,) = [run.assignment for run in pool.book.runs(0.0)]
+        site.placer._loading.add(one.id)
+        site.placer._born_s[one.id] = time.monotonic() - 145.0
+        await site.look(times=2)
+        took_s = site.placer._seen_loads_s[one.model, "h100-sxm-80"]
+        assert took_s == pytest.approx(45.0, abs=1.0), "it serves for 100 s"
+        decision = site.placer._decision
+        assert decision is not None
+        assert {option.load_s for option in decision.options.feasible if option.model == one.model} == {took_s}
+
+    run(work)
+
+
 def test_an_agent_started_anew_without_kv_is_told_again(site: Site) -> None:
     async def work() -> None:
         await site.look(times=3)

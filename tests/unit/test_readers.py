@@ -61,6 +61,15 @@ def test_each_ingress_is_asked_after_once_with_a_reply_of_its_own(agent: Agent) 
     assert agent.questions() == questions
 
 
+def test_sessions_that_share_a_connection_do_not_hear_each_others_answers(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Agent()
+    agent.request("a", 1)
+    other.request("a", 1)
+    assert agent.questions()["_INBOX_a"].rpartition(".")[0] != other.questions()["_INBOX_a"].rpartition(".")[0]
+
+
 def test_a_bounce_cancels_all_of_that_ingress_and_nothing_else(agent: Agent) -> None:
     for ingress, stream in (("a", 1), ("a", 2), ("b", 1)):
         agent.request(ingress, stream)

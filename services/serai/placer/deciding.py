@@ -40,6 +40,8 @@ class Situation:
     prewarm: frozenset[str] = frozenset()
     ages_s: Mapping[str, float] = field(default_factory=dict)
     """Since an assignment was given out, where that is known."""
+    loads_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """What engines of a model took to serve on a kind of GPU, where that was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def decide(
     models, rules and pools contradicts itself."""
     usable = [view for view in situation.pools if not view.problem]
     fleet, foreign = _fleet(usable, situation.file)
-    options = _options(situation, fleet)
+    options = _as_loaded(_options(situation, fleet), situation.loads_s)
     instances = _instances(situation, usable, fleet, options)
     facts = _facts(situation, options, instances)
     running = [
@@ -138,6 +140,12 @@ def _options(situation: Situation, fleet: Fleet) -> Options:
     found = make_options(demands, fleet, cards=cards)
     one_node = [option for option in found.feasible if option.nodes == 1]
     return Options((*given, *one_node), found.infeasible)
+
+
+def _as_loaded(options: Options, loads_s: Mapping[tuple[str, str], float]) -> Options:
+    """With the load times that were seen, in place of those that were predicted."""
+    seen = tuple([replace(one, load_s=loads_s.get((one.model, one.gpu), one.load_s)) for one in options.feasible])
+    return replace(options, feasible=seen)
 
 
 def _allowed(option: Option, model: PlacedModel, kinds: set[str]) -> bool:

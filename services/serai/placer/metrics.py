@@ -8,7 +8,9 @@ from prometheus_client import Gauge, Histogram
 
 from serai.contracts.placement import ModelWord
 from serai.placer.pools import PoolView
-from serai.runtime.metrics import Counts
+from serai.runtime.metrics import Counts, Histograms
+
+LOAD_BOUNDS_S = (1, 3, 10, 30, 60, 120, 300, 600, 1200, 3600)
 
 ACTING = Gauge("serai_placer_acting", "1 = this one acts for the site, and sees enough to")
 POOLS = Gauge("serai_placer_pools", "Pool agents that are there")
@@ -22,6 +24,9 @@ MOVES = Counts("serai_placer_moves", "Engines started or stopped, by kind", ["ki
 PLANS = Counts("serai_placer_plans", "Plans by what became of them", ["fate"])
 FAILURES = Counts("serai_placer_failures", "Engines that came to nothing at a pool", ["model"])
 SOLVE_S = Histogram("serai_placer_solve_seconds", "Time to a placement", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30))
+
+
+LOADS = Histograms("serai_placer_load_seconds", "Assignment to first token", ["model"], LOAD_BOUNDS_S)
 
 
 def show(words: Sequence[ModelWord], views: Sequence[PoolView]) -> None:

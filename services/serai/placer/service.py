@@ -34,6 +34,7 @@ from serai.contracts.placement import (
     PlanRecord,
     PlanState,
     PoolReport,
+    PoolRun,
     RunState,
     checked_report,
 )
@@ -70,6 +71,8 @@ DEMAND_BUCKETS = 20
 REPLAN_S = 60.0
 """A plan that has been under way for so long is made anew, with what it has started so far."""
 HELD_SAID_MAX = 20
+LOAD_WEIGHT = 0.3
+"""Of the last load time that was seen, against those before."""
 WISH_AGAIN_S = 60.0
 """Launchers are told again what is wanted after so long: they may have been started anew."""
 LOAD_S, LEAVING_MARGIN_S = 120.0, 30.0
@@ -120,6 +123,9 @@ class Placer:
         self._news = True
         self._problem = ""
         self._born_s: dict[str, float] = {}
+        self._loading: set[str] = set()
+        """Engines that were seen before they served."""
+        self._seen_loads_s: dict[tuple[str, str], float] = {}
         self._anew: list[Message] = []
         self._wake = asyncio.Event()
         bus.on_reconnect(self._on_reconnect)
@@ -304,6 +310,9 @@ class Placer:
                 self._born_s.setdefault(id, now - run.age_s)
                 if run.state is RunState.SERVING:
                     self.memory.worked(key)
+                    self._note_load(view, run, now)
+                elif run.state is RunState.STARTING:
+                    self._loading.add(id)
                 elif run.state is RunState.FAILED and id in wanted:
                     failed.append(id)
                     self._note_failure(Failure(run.assignment.model, view.name, run.problem), now)
@@ -311,6 +320,19 @@ class Placer:
                 left = [one for id, one in wanted.items() if id not in failed]
                 self.told.want(view.name, left, dict.fromkeys(failed, "its engine has failed"))
         self._born_s = {id: born_s for id, born_s in self._born_s.items() if id in seen}
+        self._loading &= seen
+
+    def _note_load(self, view: PoolView, run: PoolRun, now: float) -> None:
+        """How long an engine took from its assignment to its first token: the next one is expected to take the same."""
+        id = run.assignment.id
+        if id not in self._loading:
+            return
+        self._loading.discard(id)
+        took_s = max(0.1, now - run.age_s - self._born_s[id])
+        key = (run.assignment.model, view.gpu)
+        before_s = self._seen_loads_s.get(key, took_s)
+        self._seen_loads_s[key] = before_s + LOAD_WEIGHT * (took_s - before_s)
+        metrics.LOADS.of(run.assignment.model).observe(took_s)
 
     def _note_failure(self, failure: Failure, now: float) -> None:
         waits_s = self.memory.failed(failed_key(failure.model, failure.pool), self._settings.failed_wait_s, now)
@@ -449,6 +471,7 @@ class Placer:
             self.memory.warm,
             self._past.prewarm(self._loads_s, time.time()),
             {id: now - born_s for id, born_s in self._born_s.items()},
+            self._seen_loads_s,
         )
 
     async def _plan(self, views: Sequence[PoolView]) -> None:
