@@ -24,8 +24,8 @@ from serai.worker_agent.engine_pulse import EngineStep
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-PATIENCE_S = 120.0
-LONG = " ".join(f"caravan {n}" for n in range(300))
+PATIENCE_S = 300.0
+LONG = " ".join(f"caravan {n}" for n in range(150))
 """A prompt that takes several steps."""
 
 
@@ -88,6 +88,12 @@ class Stream:
         self._thread.start()
 
     def _read(self) -> None:
+        try:
+            self._stream()
+        except httpx2.HTTPError:
+            pass  # The engine was ended: what has come stays.
+
+    def _stream(self) -> None:
         with httpx2.Client(timeout=600) as client, client.stream("POST", self._url, json=self._asked) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
@@ -129,26 +135,26 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Phas
 
 def test_phases_are_kept_step_by_step_and_the_text_is_the_same(engine: tuple[int, Phases]) -> None:
     port, phases = engine
-    alone = Stream(port, "A caravan is", 24)
+    alone = Stream(port, "A caravan is", 12)
     wait_for(lambda: alone.done, "an answer under no phase", PATIENCE_S)
 
     first = Stream(port, "A caravan is", 400)
     wait_for(lambda: first.events > 2, "it decodes", PATIENCE_S)
     phases.say("decode")
-    long = Stream(port, LONG, 4)
-    steps = phases.wait_for_steps(12)
+    long = Stream(port, LONG, 2)
+    steps = phases.wait_for_steps(6)
     assert all(step.decodes == 1 and step.prefill_tokens == 0 for step in steps), "prompts are held back"
-    assert steps[-1].backlog_tokens > 512, "and wait in the engine"
+    assert steps[-1].backlog_tokens > 400, "and wait in the engine"
     assert long.events == 0
     before = first.events
 
-    phases.say("prefill", 128)
+    phases.say("prefill", 64)
     wait_for(lambda: long.events > 0, "its first token", PATIENCE_S)
     steps = list(phases.steps)
     worked = [step for step in steps if step.prefill_tokens]
     assert len(worked) >= 3, "more than one step's prompt tokens were there"
     assert all(step.decodes == 0 for step in worked), "decodes are held back while prompts are worked on"
-    assert max(step.prefill_tokens for step in worked) <= 128
+    assert max(step.prefill_tokens for step in worked) <= 64
     backlogs = [step.backlog_tokens for step in worked]
     assert backlogs == sorted(backlogs, reverse=True)
 
@@ -161,7 +167,7 @@ def test_phases_are_kept_step_by_step_and_the_text_is_the_same(engine: tuple[int
     wait_for(lambda: other.events > 0, "its first token", PATIENCE_S)
     assert any(step.decodes and step.prefill_tokens for step in phases.steps), "as vLLM does it by itself"
     wait_for(lambda: long.done and other.done, "both end", PATIENCE_S)
-    wait_for(lambda: first.events >= 26, "as far as the one under no phase", PATIENCE_S)
+    wait_for(lambda: first.events >= 14, "as far as the one under no phase", PATIENCE_S)
     assert first.text.startswith(alone.text)
 
 
@@ -169,7 +175,7 @@ def test_without_its_agent_it_serves_as_vllm_does(engine: tuple[int, Phases]) ->
     port, phases = engine
     phases.leave("prefill")
     began_s = time.monotonic()
-    stream = Stream(port, "A caravan is", 8)
+    stream = Stream(port, "A caravan is", 4)
     wait_for(lambda: stream.done, "an answer", PATIENCE_S)
-    assert stream.events >= 8
-    print(f"8 tokens after {time.monotonic() - began_s:.1f} s")
+    assert stream.events >= 4
+    print(f"4 tokens after {time.monotonic() - began_s:.1f} s")
