@@ -436,6 +436,24 @@ def test_an_engine_that_tells_its_steps_is_told_its_phase(loop: asyncio.Runner) 
     loop.run(main())
 
 
+def test_when_nothing_follows_the_last_prefill_its_window_is_closed(loop: asyncio.Runner, clock: Clock) -> None:
+    async def main() -> None:
+        agent = Agent()
+        agent.take(beat_s=60)
+        agent.shell._pulse = EnginePulse(agent.shell._rate, told=True)
+        agent.gate.next[Offered] = [Release("r1")]
+        agent.request()
+        agent.shell._stepped(EngineStep(0.1, 10, 0, 0, 50, 30, 100))
+        agent.shell.look()
+        assert len(agent.gate.heard_of(Stepped)) == 1, "it still works"
+        agent.cancel()
+        agent.shell.look()
+        agent.shell.look()
+        assert [step.prompt_tokens for step in agent.gate.heard_of(Stepped)] == [10, 0]
+
+    loop.run(main())
+
+
 def test_a_step_whose_word_was_lost_does_not_stop_the_gate(loop: asyncio.Runner, clock: Clock) -> None:
     async def main() -> None:
         agent = Agent()

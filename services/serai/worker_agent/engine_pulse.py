@@ -82,16 +82,22 @@ class EnginePulse:
                 self._rate.gone()
             self._untold.ended(key)
 
-    def look(self, said: Mapping[str, int], now_s: float, *, waits: bool) -> Sequence[GateEvent]:
+    def look(self, said: Mapping[str, int], now_s: float, *, waits: bool, works: bool) -> Sequence[GateEvent]:
         """Some time has gone by. `said`: tokens of the streams that have said something new. `waits`: there are
-        requests for the gate to decide on."""
+        requests for the gate to decide on; `works`: the engine has some."""
         if not self._told:
             return self._untold.look(said, now_s) if said or waits or self._untold.busy else ()
-        if self._step is None or not waits or now_s - self._step_at_s <= STEP_LOST_S:
+        if self._step is None:
             return ()
-        # A gate that waits for a step's end would wait for ever if that word was lost.
+        # A gate that waits for a step's end would wait for ever if that word was lost; and after the last one of a
+        # window, when nothing follows it, the window is closed.
+        lost = waits and now_s - self._step_at_s > STEP_LOST_S
+        rests = not works and self._step.prefill_tokens > 0
+        if not lost and not rests:
+            return ()
         self._step_at_s = now_s
-        return (_stepped(self._step._replace(step_s=0.0, prefill_tokens=0, decodes=0), 0),)
+        self._step = self._step._replace(step_s=0.0, prefill_tokens=0, decodes=0)
+        return (_stepped(self._step, 0),)
 
     def stepped(self, step: EngineStep, unseen_tokens: int, now_s: float) -> Sequence[GateEvent]:
         """An engine that tells its steps has ended one. `unseen_tokens`: of prompts that were posted so short a time

@@ -367,7 +367,9 @@ class GateShell:
         self._expect_first_tokens(now)
         if self._pulse.relearnt() and self._gate is not None:
             self._gate.relearn()
-        self._feed_all(self._pulse.look(self._said(), now, waits=self.held > 0))
+        held = self.held
+        works = held < len(self._requests)
+        self._feed_all(self._pulse.look(self._said(), now, waits=held > 0, works=works))
         HELD.set(self.held)
         if self._changed.is_set() or now - self._reported_at_s >= REPORT_AT_LEAST_EVERY_S:
             self._report()
