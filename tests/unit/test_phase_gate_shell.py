@@ -459,7 +459,9 @@ def test_a_step_whose_word_was_lost_does_not_stop_the_gate(loop: asyncio.Runner,
         agent = Agent()
         agent.take(beat_s=60)
         agent.shell._pulse = EnginePulse(agent.shell._rate, told=True)
-        agent.request()
+        agent.gate.next[Offered] = [Release("r1")]
+        agent.request("r1")
+        agent.request("r2")
         agent.shell._stepped(EngineStep(0.1, 10, 3, 0, 50, 30, 100))
         assert len(agent.gate.heard_of(Stepped)) == 1
         clock.advance(0.5)
