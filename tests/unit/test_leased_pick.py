@@ -255,3 +255,28 @@ def test_who_waits_when_the_gateway_stops_is_told_so() -> None:
         assert bus.withdrawn == [bus.asks[0].request_id]
 
     serve({"s1": STREAMED}, lambda one: AdmissionAnswer(one.request_id, Decision.WAIT), talk)
+
+
+@pytest.mark.parametrize("refuser", ["s1", "s2", "s3"])
+def test_a_refused_lease_takes_no_try_even_where_the_session_is_tried_without_one(refuser: str) -> None:
+    """Two sessions are lost; the third answers, whoever refused a lease before."""
+
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        lost: set[str] = set()
+
+        def reply(frame: Any, to: str, parts: list[Part] | None) -> None:
+            session, asked = bus.asked[-1][0], bus.asked[-1][1]
+            if asked.lease is not None:
+                ScheduledBus._reply(bus, frame, to, REFUSED)
+            elif len(lost) < 2:
+                lost.add(session)
+                ScheduledBus._reply(bus, frame, to, [error(FailureCode.AGENT_SILENT)])
+            else:
+                ScheduledBus._reply(bus, frame, to, STREAMED)
+
+        bus._reply = reply  # type: ignore[method-assign]
+        assert (await ask(client))[0] == 200
+        assert len(lost) == 2
+        assert bus.sessions_asked[0] == refuser
+
+    serve(dict.fromkeys(["s1", "s2", "s3"], STREAMED), admit_at(refuser), talk)

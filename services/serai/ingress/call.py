@@ -58,7 +58,8 @@ class Call:
     """What a macro-scheduler promised it at the session that it goes to now."""
     leases_refused: tuple[str, ...] = ()
     """Sessions that could not keep what was promised. They have done no wrong, and may be tried without a lease."""
-    lease_refusals: int = 0
+    lease_refusals: tuple[int, ...] = ()
+    """Which of `tried` those refusals were."""
     named_by_client: bool = False
     """Its id is its client's word, and others may have the same."""
     traceparent: str = ""
@@ -95,8 +96,11 @@ class Call:
     @property
     def tried_in_vain(self) -> list[SessionRecord]:
         """Of these, those that may not be tried again."""
-        refused = self.leases_refused
-        return [r for r in self.tried_now if r.session not in refused] if refused else self.tried_now
+        refused = self.lease_refusals
+        if not refused:
+            return self.tried_now
+        first = self.tries_of_earlier_turns
+        return [record for place, record in enumerate(self.tried) if place >= first and place not in refused]
 
     @property
     def path(self) -> str:

@@ -202,8 +202,6 @@ class Calls:
         record = self._chooser.choose(call.wish, self._chooser.fitting(call.wish, now), call.tried_in_vain, now)
         if record is None:
             raise self._nobody(call, now)
-        if call.leases_refused:  # Without a lease, what it does now is its own doing.
-            call.leases_refused = tuple([name for name in call.leases_refused if name != record.session])
         if not call.tried:
             self._chooser.first_try(call.model, now)
         return record

@@ -39,7 +39,7 @@ class LeasedPick:
         """The session that the scheduler names, with `call.lease` filled in; None = it does not say, and another policy
         decides. Raises ApiError when it refuses."""
         call.lease = None
-        if not call.endpoint.streams or call.lease_refusals >= LEASES_REFUSED_MAX:
+        if not call.endpoint.streams or len(call.lease_refusals) >= LEASES_REFUSED_MAX:
             return None
         now = time.monotonic()
         excluded = self._chooser.excluded(call.wish, call.tried_in_vain, call.leases_refused, now)
@@ -64,7 +64,7 @@ class LeasedPick:
 
     def refused_by(self, call: Call, session: str) -> None:
         """The session could not keep what was promised."""
-        call.lease_refusals += 1
+        call.lease_refusals += (len(call.tried) - 1,)
         call.leases_refused += (session,)
         metrics.ADMISSIONS.of(call.model, "lease_refused").add()
 
