@@ -27,6 +27,7 @@ from serai.worker_agent.engine.phase_socket import MIXED, PhaseSocket
 from serai.worker_agent.engine_pulse import EnginePulse, EngineStep
 from serai.worker_agent.engine_reports import EngineReports
 from serai.worker_agent.exchange import Exchange
+from serai.worker_agent.instance_owner import BEAT_S_MAX, BEATS_MISSED, InstanceOwner, nonsense_in
 from serai.worker_agent.phase_gate import (
     Ended,
     GateEffect,
@@ -51,9 +52,6 @@ log = structlog.get_logger()
 REPORT_EVERY_S = 0.03
 """While something changes; and so often progress is looked at."""
 REPORT_AT_LEAST_EVERY_S = 1.0
-BEATS_MISSED = 2
-"""An instance that heard nothing of its owner for so many beats is its own."""
-BEAT_S_MAX = 60.0
 ON_ITS_WAY_S = 0.02
 """A request that was posted so short a time ago may not be among what the engine tells of."""
 DIALLED_WITHIN_S = 3.0
@@ -116,8 +114,7 @@ class GateShell:
         self._pulse = EnginePulse(self._rate, told=False)
         self._gate: PhaseGate | None = None
         self._requests: dict[str, _Request] = {}
-        self._owner, self._epoch, self._beat_s = "", 0, BEAT_S_MAX
-        self._heard_at_s = float("-inf")
+        self._owner = InstanceOwner()
         self._taken = asyncio.Event()
         self._changed = asyncio.Event()
         self._wake: asyncio.TimerHandle | None = None
@@ -167,28 +164,22 @@ class GateShell:
             return
         if self._drains:
             return  # Whoever asks sees in our record that we drain.
-        if nonsense := _nonsense(take):
+        if nonsense := nonsense_in(take):
             log.warning("take.refused", owner=take.owner, why=nonsense)
             return
         gate = self._attached()
-        known = take.epoch == self._epoch and take.owner == self._owner
-        accepted = known or take.epoch > self._epoch
+        known, now = self._owner.is_known(take), time.monotonic()
+        accepted = self._owner.heard(take, now)
         if accepted:
-            self._accept(take)
+            if not known:
+                log.info("take.accepted", owner=take.owner, epoch=take.epoch, mode=str(take.mode))
+            TAKEN.set(1)
+            self._taken.set()
+            self._feed(Taken(take.owner, take.epoch, take.mode, take.low_share, take.beat_s))
         if message.reply:
-            now = time.monotonic()
             # A beat needs no list: 256 requests are 60 KB.
             state = InstanceState(gate.report(now), [], True) if known else gate.state(now, accepted)
             self._publish(message.reply, encode(state))
-
-    def _accept(self, take: TakeInstance) -> None:
-        if (take.owner, take.epoch) != (self._owner, self._epoch):
-            log.info("take.accepted", owner=take.owner, epoch=take.epoch, mode=str(take.mode))
-        self._owner, self._epoch, self._beat_s = take.owner, take.epoch, take.beat_s
-        self._heard_at_s = time.monotonic()
-        TAKEN.set(1)
-        self._taken.set()
-        self._feed(Taken(take.owner, take.epoch, take.mode, take.low_share, take.beat_s))
 
     def _attached(self) -> PhaseGate:
         """The gate; made when it is first wanted, and told what is here already."""
@@ -222,8 +213,8 @@ class GateShell:
 
     def _lost(self) -> None:
         """The owner has gone: continuous batching, by our own lights."""
-        log.warning("take.owner_silent", owner=self._owner, beats=BEATS_MISSED, effect="admits by itself")
-        self._feed(Taken(self._owner, self._epoch, GateMode.ORDINARY, 0.1, BEAT_S_MAX))
+        log.warning("take.owner_silent", owner=self._owner.name, beats=BEATS_MISSED, effect="admits by itself")
+        self._feed(Taken(self._owner.name, self._owner.epoch, GateMode.ORDINARY, 0.1, BEAT_S_MAX))
         self._report()
         TAKEN.set(0)
         self._taken.clear()
@@ -352,7 +343,7 @@ class GateShell:
         await asyncio.sleep(REPORT_EVERY_S)
         if not self._requests and not self._changed.is_set():
             try:
-                async with asyncio.timeout(min(REPORT_AT_LEAST_EVERY_S, self._beat_s)):
+                async with asyncio.timeout(min(REPORT_AT_LEAST_EVERY_S, self._owner.beat_s)):
                     await self._changed.wait()
             except TimeoutError:
                 pass
@@ -360,7 +351,7 @@ class GateShell:
     def look(self) -> None:
         """Tells the gate what has changed, and its owner what the gate says then."""
         now = time.monotonic()
-        if now - self._heard_at_s > BEATS_MISSED * self._beat_s:
+        if self._owner.silent(now):
             self._lost()
             return
         self._tell_load()
@@ -427,14 +418,3 @@ class GateShell:
                 if load.kv_tokens_free is not None:
                     self._feed_all(self._pulse.load(load.kv_tokens_free, load.kv_tokens_max or 0))
             await asyncio.sleep(every_s)
-
-
-def _nonsense(take: TakeInstance) -> str:
-    """What is wrong with it; empty: nothing."""
-    if take.epoch < 1:
-        return f"epoch {take.epoch}: must be at least 1"
-    if not 0 < take.beat_s <= BEAT_S_MAX:
-        return f"beat_s {take.beat_s:g}: must be above 0, at most {BEAT_S_MAX:g}"
-    if not 0 <= take.low_share < 1:
-        return f"low_share {take.low_share:g}: must be from 0 to below 1"
-    return ""
