@@ -130,7 +130,7 @@ def course(variant: Variant, seed: int, step_s: float) -> Course:
     run = simulate([spec] * variant.instances, rising(seed, step_s), dispatch, settings)
     until_s = len(RATES) * step_s
     whole = attainment(run.outcomes, target, LatencyDefinition.STRICT)
-    held_s = sum(one.gpus * min(one.held_s, max(0.0, until_s)) for one in run.instances)
+    held_s = gpus * sum(_held_s(variant.instances, dispatch.changes, until_s))
     return Course(
         variant.name,
         seed,
@@ -142,6 +142,14 @@ def course(variant: Variant, seed: int, step_s: float) -> Course:
         sum(dispatch.sizes),
         time.process_time() - began_s,
     )
+
+
+def _held_s(first: int, changes: Sequence[Change], until_s: float) -> Iterator[float]:
+    """How long each instance had its GPUs while the load lasted: from the wish for it until it had left."""
+    left_s = {change.instance: change.at_s for change in changes if change.what == "left"}
+    began_s = [0.0] * first + [change.at_s for change in changes if change.what == "wished"]
+    for instance, at_s in enumerate(began_s):
+        yield max(0.0, min(until_s, left_s.get(instance, until_s)) - at_s)
 
 
 def rising(seed: int, step_s: float) -> list[Arrival]:
