@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from serai.placer.classes import packs
 from serai.placer.problem import Cell, Problem
@@ -106,6 +106,7 @@ def greedy(problem: Problem, late: Callable[[], bool] = lambda: False) -> Counts
     _keep(counts)
     _fill(counts)
     _take_from_the_rich(counts, late)
+    _raise_total(counts, late)
     _trim(counts)
     return counts
 
@@ -123,6 +124,7 @@ def rounded(problem: Problem, fractions: Sequence[float], distance: Sequence[flo
     _minimums(counts)
     _fill(counts)
     _take_from_the_rich(counts, lambda: False)
+    _raise_total(counts, lambda: False)
     _trim(counts)
     return counts
 
@@ -187,19 +189,32 @@ def _fill(counts: Counts) -> None:
     """The worst-served first, until it has enough or finds no room."""
     problem = counts.problem
     hungry = [
-        (counts.shares[number], number)
+        (counts.shares[number], -_worth_per_gpu(counts, number), number)
         for number, demand in enumerate(problem.demands)
         if demand.planned_requests_s > 0 and counts.shares[number] < 1 - _EQUAL
     ]
     heapq.heapify(hungry)
     while hungry:
-        share, number = heapq.heappop(hungry)
+        share, worth, number = heapq.heappop(hungry)
         place = _best_open(counts, number, 1 - share)
         if place is None:
             continue
         counts.add(place)
         if counts.shares[number] < 1 - _EQUAL:
-            heapq.heappush(hungry, (counts.shares[number], number))
+            heapq.heappush(hungry, (counts.shares[number], worth, number))
+
+
+def _worth_per_gpu(counts: Counts, number: int) -> float:
+    """What the first GPU given to a model adds to the total, at best: who comes first among equally served ones, when
+    there is not an engine for everyone."""
+    cells = counts.problem.cells
+    best = max((min(1.0, cells[place].share) / cells[place].option.gpus for place in counts.cells(number)), default=0.0)
+    return best * _weight(counts.problem, number)
+
+
+def _weight(problem: Problem, number: int) -> float:
+    demand = problem.demands[number]
+    return demand.priority * demand.planned_requests_s
 
 
 def _best_open(counts: Counts, number: int, lacking: float) -> int | None:
@@ -258,6 +273,57 @@ def _swap(counts: Counts, wanted: int, share: float) -> bool:
         taken.append(rich[1])
     counts.add(wanted)
     return True
+
+
+def _raise_total(counts: Counts, late: Callable[[], bool]) -> None:
+    """While it helps: who lacks most in all takes the room of those who lose less; nobody falls below the worst."""
+    problem = counts.problem
+    for _ in range(_SWAPS_MAX):
+        worst = counts.worst()
+        lacking = sorted(
+            (
+                (-_weight(problem, number) * (1 - counts.shares[number]), number)
+                for number, demand in enumerate(problem.demands)
+                if demand.planned_requests_s > 0 and counts.cells(number) and counts.shares[number] < 1 - _EQUAL
+            )
+        )
+        tried = [place for _, number in lacking[:_POOR_TRIED] for place in counts.cells(number)]
+        if late() or not any(_pays(counts, place, worst) for place in tried):
+            return
+
+
+def _pays(counts: Counts, wanted: int, worst: float) -> bool:
+    """Make room for one more of `wanted` if that adds more to the total than it takes."""
+    cell = counts.problem.cells[wanted]
+    if cell.share <= 0 or counts.of[wanted] >= cell.most:
+        return False
+    gain = _weight(counts.problem, cell.model) * min(cell.share, 1 - counts.shares[cell.model])
+    taken: list[int] = []
+    lost = 0.0
+    while lost < gain and not counts.fits(wanted) and len(taken) <= cell.option.gpus:
+        found = min(_losses(counts, cell, worst), default=None)
+        if found is None:
+            break
+        lost += found[1]
+        counts.add(found[2], -1)
+        taken.append(found[2])
+    if lost < gain * (1 - 1e-6) and counts.fits(wanted):
+        counts.add(wanted)
+        return True
+    for place in taken:
+        counts.add(place)
+    return False
+
+
+def _losses(counts: Counts, cell: Cell, worst: float) -> Iterator[tuple[float, float, int]]:
+    """What giving up one instance in the class loses: per GPU, in all, and which."""
+    for place in counts.filled(cell.place):
+        other = counts.problem.cells[place]
+        left = counts.shares[other.model] - other.share
+        if other.model == cell.model or counts.below_minimum(other.model) or left < worst - _EQUAL:
+            continue
+        lost = _weight(counts.problem, other.model) * (min(1.0, counts.shares[other.model]) - min(1.0, left))
+        yield lost / other.option.gpus, lost, place
 
 
 def _trim(counts: Counts) -> None:

@@ -2,7 +2,7 @@
 
 Two traces: a synthetic one of 142 models with the published marginals, and recorded ServeGen clients, each as a model.
 The static placement is the best of several made from the day before; the dynamic one is the placer itself: forecasts,
-solver, plan rules, cold starts. The same again with a fifth fewer GPUs.
+solver, plan rules, cold starts. The same again with a quarter fewer GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLEET = {"a100-sxm-80": 80, "h100-sxm-80": 64, "gh200-96": 32}
 SERVEGEN_FLEET = {"a100-sxm-80": 32, "h100-sxm-80": 32}
 MEAN_S = 150.0
 SERVEGEN_MEAN_S = 60.0
-FEWER = 0.8
+FEWER = 0.75
 DAY_STEPS = 1440
 
 

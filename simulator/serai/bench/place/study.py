@@ -16,8 +16,8 @@ NODE_GPUS = 4
 STATIC_SHARES = (None, 0.9, 0.97, 0.99)
 """Rates that a static placement is made for: the mean of the day before, or what these shares of its minutes stay
 within."""
-RULES = PlanRules(cold_after_s=7200.0, moves_per_hour=240)
-"""For many models: four moves a minute at most. Engines of silent models stay for two hours unless others need room."""
+RULES = PlanRules(cold_after_s=7200.0, moves_per_hour=120)
+"""For many models: two moves a minute at most. Engines of silent models stay for two hours unless others need room."""
 
 
 @dataclass(frozen=True)
