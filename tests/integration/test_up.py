@@ -161,6 +161,10 @@ def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
         (["--nats-bind", "4222"], "must look like 10.0.0.1:4222"),
         (["--nats-bind", "0.0.0.0:4222", "--sites", "2"], "for one site"),
         (["--agents", "65"], "between 0 and 64"),
+        (["--pool", "99"], "--pool 99: must be between 1 and 32"),
+        (["--pool", "2", "--agents", "1"], "--pool: excludes --agents"),
+        (["--placement-file", "none.yaml"], "--placement-file: is for --pool N"),
+        (["--pool", "1", "--placement-file", "none.yaml"], "none.yaml: No such file"),
     ):
         done = subprocess.run([*UP, "--state", str(tmp_path), *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2

@@ -63,7 +63,12 @@ class Told:
     async def learn(self, report: PoolReport) -> None:
         """What a pool has been told before, by KV, or by its own word where that is newer. Raises BusError."""
         self.newest = max(self.newest, report.generation)
-        if report.pool in self._pools:
+        known = self._pools.get(report.pool)
+        if known is not None and report.generation <= known.generation:
+            return
+        if known is not None:
+            log.warning("placer.pool_told_by_another", pool=report.pool, generation=report.generation)
+            self.reset(report)
             return
         kept = await self._kept(report.pool)
         if kept is not None and kept.generation >= report.generation:
