@@ -67,6 +67,7 @@ _LOST_TARGETS = 10
 """A stream further behind than so many TPOT targets is not protected: it is lost, or will catch up by itself."""
 
 
+_LEAST_GAIN = 0.05
 _NONE = Spread(0)
 
 
@@ -106,6 +107,8 @@ class PhaseGate:
         self._prefilling = False
         self._decoded_s = 0.0
         """When the last decode step ended."""
+        self._token_s = 0.0
+        """Running mean of the time between two tokens of a stream."""
         self._stall_s = 0.0
         """The longest time between two of them since the last report."""
         self._output_tokens = 128.0
@@ -251,7 +254,9 @@ class PhaseGate:
             self._steps += 1
             self._fresh.step()
             self._older.step()
-            self._stall_s = max(self._stall_s, now_s - self._decoded_s)
+            gap_s = now_s - self._decoded_s
+            self._stall_s = max(self._stall_s, gap_s)
+            self._token_s += 0.05 * (min(gap_s, 20 * step.duration_s) - self._token_s)
             self._decoded_s = now_s
             if self._entering:
                 self._entered(now_s - step.duration_s)
@@ -432,13 +437,16 @@ class PhaseGate:
         zero_s = book.low_zero_s(lost + int(self._low_share * (book.count - lost)))
         return (inf if zero_s is None else zero_s - now_s), book.count
 
-    def _harm(self, stall_s: float) -> float:
-        """Targets lost, expected, by a stall: who is left without slack makes up for it as fast as decoding is faster
-        than its target, and misses if it ends before."""
-        slo_s, now_s = self._settings.slo_tpot_s, self._now_s
-        gain = max(0.1, 1.0 - self._times.decode_s / slo_s)
+    def _harm(self, stall_s: float, others: int) -> float:
+        """Targets lost, expected, by a stall, with `others` who have no slack. Who is left without makes up for it as
+        fast as tokens come faster than their target, and misses if it ends before: half by the time between tokens
+        lately, prefills included, and half by that of a decode step alone, since the gate decides on the prefills."""
+        slo_s, now_s = self._slo_tpot_s, self._now_s
+        token_s = (max(self._token_s, self._times.decode_s) + self._times.decode_s) / 2
+        gain = max(_LEAST_GAIN, 1.0 - token_s / slo_s)
         recovery_s = gain * slo_s * self._output_tokens
-        return self._fresh.misses(now_s + stall_s, recovery_s) - self._fresh.misses(now_s, recovery_s)
+        found = self._fresh.misses(now_s + stall_s, recovery_s) - self._fresh.misses(now_s, recovery_s)
+        return found + others * min(1.0, stall_s / recovery_s)
 
     def _let_out(self, tokens: int, effects: list[GateEffect]) -> None:
         """Release requests until the engine has `tokens` to work on."""

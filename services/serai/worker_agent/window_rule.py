@@ -29,6 +29,9 @@ class WindowSettings:
 
     margin_s: float = 0.005
     """Of slack that is never spent: what a prediction may be wrong by."""
+    harm_free: float = 0.01
+    """Expected misses of TPOT targets, for each request that is served by them, that do not matter: the share that may
+    miss. A low quantile of slack says whether somebody will be behind; this, whether he is likely to stay so."""
     harm_max: float = 0.1
     """Expected misses of TPOT targets that a met TTFT target is worth. Far below 1, since who is behind stays behind
     while others press, which the expectation does not know."""
@@ -60,8 +63,8 @@ class Situation(NamedTuple):
     entering: int
     """Who has its first token and no decode step."""
     entering_deadline_s: float
-    harm: Callable[[float], float] = lambda stall_s: 0.0
-    """How many targets a stall of so many seconds costs, expected."""
+    harm: Callable[[float, int], float] = lambda stall_s, others: 0.0
+    """How many targets a stall of so many seconds costs, expected, among who decodes and so many others without slack."""
     requests: int = 1
     """Who waits, and whose deadline can be met."""
 
@@ -88,10 +91,24 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
         return Choice(Position.PREFILL, alone, "slack allows a window")
     if mixed >= enough:
         return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
+    for tokens in (most, enough) if most > enough else (most,):
+        if _harm_beside(at, times, tokens) <= rule.harm_free * _served(at, tokens):
+            return Choice(Position.MIXED, tokens, "hardly anybody is hurt by it")
     urgent = _urgent_tokens(at, times, rule, most)
     if urgent:
         return urgent
     return Choice(Position.DECODE, 0, "slack is too little")
+
+
+def _harm_beside(at: Situation, times: StepTimes, tokens: int) -> float:
+    """Misses expected from working on `tokens` beside decoding; who enters has no slack at all."""
+    stall_s = times.mixed_s(tokens) - at.slo_tpot_s
+    return at.harm(stall_s, at.entering) if stall_s > 0 else 0.0
+
+
+def _served(at: Situation, tokens: int) -> float:
+    """How many deadlines `tokens` of work are for."""
+    return max(1.0, at.requests * tokens / at.work_tokens)
 
 
 def _mixed_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: int) -> int:
@@ -122,15 +139,13 @@ def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: 
     window = times.tokens_within(until_s - times.decode_s, most)
     window_s = times.prefill_s(window)
     if window and until_s < window_s + 3 * times.decode_s:
-        served = at.requests * window / at.work_tokens
-        if at.harm(window_s) < harm_max * served:
+        if _harm_beside(at, times, window) < harm_max * _served(at, window):
+            return Choice(Position.MIXED, window, "deadlines are near")
+        if at.harm(window_s, 0) < harm_max * _served(at, window):
             return Choice(Position.PREFILL, window, "deadlines are near")
     head = min(at.head_tokens, most)
     if until_s > times.prefill_s(head) + 2 * times.decode_s:
         return None
-    beside = max(head, min(window, most))
-    for tokens in (beside, head) if beside > head else (head,):
-        served = max(1.0, at.requests * tokens / at.work_tokens)
-        if at.harm(times.mixed_s(tokens) - at.slo_tpot_s) < harm_max * served:
-            return Choice(Position.MIXED, tokens, "its deadline is near")
+    if _harm_beside(at, times, head) < harm_max * _served(at, head):
+        return Choice(Position.MIXED, head, "its deadline is near")
     return None
