@@ -155,6 +155,11 @@ class GateShell:
 
     # -- who owns us ---------------------------------------------------------------------------------------------
 
+    @property
+    def obeyed(self) -> tuple[str, int]:
+        """Its owner and the epoch; empty and 0 for none."""
+        return self._owner.name, self._owner.epoch
+
     def on_take(self, message: Message) -> None:
         """`TakeInstance`: a new owner, or the present one's heartbeat; answered with all that is known here."""
         try:

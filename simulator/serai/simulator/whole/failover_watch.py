@@ -64,7 +64,7 @@ class OwnerWatch:
         ]
         if len(leading) != 1 or leading[0].term is None:
             return False
-        epochs = [gate._epoch for node in self._system.agents if (gate := _gate(node)) is not None]
+        epochs = [gate.obeyed[1] for node in self._system.agents if (gate := _gate(node)) is not None]
         ours = leading[0].term.epoch
         return len(epochs) == len(self._system.agents) and all(leader_epoch_of(epoch) == ours for epoch in epochs)
 
@@ -74,12 +74,12 @@ class OwnerWatch:
         """What the agent obeys after it was told."""
         node = next((node for node in self._system.agents if node.name == connection), None)
         gate = _gate(node) if node is not None else None
-        if gate is None or not gate._epoch:
+        if gate is None or not gate.obeyed[1]:
             return
-        session, epoch = gate._session, gate._epoch
-        known = self._owners.setdefault((session, epoch), gate._owner)
-        if known != gate._owner:
-            self._double(f"{session} obeyed {known} and {gate._owner}, both in epoch {epoch}")
+        session, (owner, epoch) = gate._session, gate.obeyed
+        known = self._owners.setdefault((session, epoch), owner)
+        if known != owner:
+            self._double(f"{session} obeyed {known} and {owner}, both in epoch {epoch}")
         if epoch < self._epochs.get(session, 0):
             self._double(f"{session} went back from epoch {self._epochs[session]} to {epoch}")
         self._epochs[session] = epoch
