@@ -20,7 +20,7 @@ from serai.runtime.settings import refuse
 from serai.simulator.data_folder import data_folder
 
 FLEET = {"a100-sxm-80": 80, "h100-sxm-80": 64, "gh200-96": 32}
-SERVEGEN_FLEET = {"a100-sxm-80": 32, "h100-sxm-80": 32}
+SERVEGEN_FLEET = {"a100-sxm-80": 12, "h100-sxm-80": 12}
 MEAN_S = 150.0
 SERVEGEN_MEAN_S = 60.0
 FEWER = 0.75
