@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,15 @@ class Heard:
         return (self.token_s[-1] - self.token_s[0]) / max(1, len(self.token_s) - 1)
 
     def raw(self) -> dict[str, Any]:
-        """As JSON has it, in milliseconds."""
+        """As JSON has it, in milliseconds; the times between tokens in one line, since there are very many."""
+        at_ms = [round(at_s * 1000) for at_s in self.token_s]
         return {
             "session": self.session,
             "words": self.words,
             "sent_ms": round(self.sent_s * 1000),
             "failure": self.failure,
-            "token_ms": [round(at_s * 1000) for at_s in self.token_s],
+            "first_token_ms": at_ms[0] if at_ms else None,
+            "between_tokens_ms": " ".join(str(later - earlier) for earlier, later in pairwise(at_ms)),
         }
 
 
