@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,10 +16,12 @@ from serai.contracts.admission import InstanceOwner
 from serai.ingress import continuation
 from serai.macro_scheduler import owner_keys
 from serai.macro_scheduler.ownership import instance_epoch
+from serai.macro_scheduler.settings import MacroSchedulerSettings
 from serai.simulator.whole.client import ChatConnection
 from serai.simulator.whole.failover_faults import FailoverFault, leader_of
 from serai.simulator.whole.failover_run import FailoverPlan, failover_run, misplaced_words, scene_of
 from serai.simulator.whole.failover_watch import OwnerWatch
+from serai.simulator.whole.simulated_bus import Passage
 from serai.simulator.whole.system import SimulatedSystem, simulate
 
 
@@ -43,6 +46,25 @@ def test_nothing_is_lost_or_said_twice_and_one_owner_is_obeyed(fault: FailoverFa
     assert (result.lost_requests, result.repeated_tokens, result.double_owner) == (0, 0, 0)
     assert result.faults[0] is fault
     assert result.leases > 30
+
+
+def test_a_group_that_needs_fewer_drains_one_under_load_and_loses_nothing() -> None:
+    drained: list[str] = []
+
+    def prepare(system: SimulatedSystem) -> None:
+        def observe(passage: Passage) -> None:
+            if passage.delivered and passage.subject.startswith("drain."):
+                drained.append(passage.subject)
+
+        system.nats.observers.append(observe)
+
+    macro = MacroSchedulerSettings(slo_ttft_s=2.0, scaling=True)
+    scene = replace(scene_of(1), agents=3, ingresses=1, macro_schedulers=1, macro=macro)
+    plan = FailoverPlan(duration_s=130.0, requests_per_s=0.6, faults=(), scene=scene)
+    result = failover_run(1, plan, prepare)
+    assert result.problems == [], result.line
+    # Calm for three windows after the first: two are enough for this load.
+    assert len(drained) == 1
 
 
 def test_a_seed_is_a_run_under_every_hash_seed() -> None:

@@ -68,7 +68,10 @@ class PlannedFailover:
 
 
 def drawn(chance: Random, kinds: tuple[FailoverFault, ...], seed: int, duration_s: float) -> list[PlannedFailover]:
-    """One to three: the first goes round by seed, so that each kind gets its share; the others are drawn."""
+    """One to three: the first goes round by seed, so that each kind gets its share; the others are drawn. None where
+    there are no kinds."""
+    if not kinds:
+        return []
     first = kinds[seed % len(kinds)]
     count = chance.choice((0, 0, 1, 2))
     found = [
