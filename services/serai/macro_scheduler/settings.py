@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from serai.macro_scheduler.group import GroupSettings
 from serai.macro_scheduler.mitosis import Bounds
-from serai.macro_scheduler.scaling import ScalingSettings
+from serai.macro_scheduler.scaling import ScalingSettings, Trigger
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
@@ -31,6 +31,11 @@ class MacroSchedulerSettings(ConnectionSettings):
     instances_lower: int = setting(6, "N_l: a new macro-instance starts with so many instances")
     instances_upper: int = setting(11, "N_u: a macro-instance has no more; the next one splits it")
     scaling: bool = setting(False, "say when a model needs an instance more or less, and drain those it does not need")
+    scaling_trigger: str = setting("serai", f"whose rule says when: {', '.join(Trigger)}")
+    scaling_drain_s: float = setting(60.0, "what an instance that is not needed may still take for its requests")
+    instances_min: int = setting(1, "with --scaling, a model keeps so many instances")
+    instances_max: int = setting(64, "with --scaling, a model is given no more instances")
+    instance_start_s: float = setting(180.0, "how long an instance takes to start; no other is asked for meanwhile")
     pending_max: int = setting(2000, "requests of a model that wait for a place at most; more are refused")
 
     def __post_init__(self) -> None:
@@ -52,6 +57,12 @@ class MacroSchedulerSettings(ConnectionSettings):
             Bounds(self.instances_lower, self.instances_upper)
         except ValueError as error:
             raise ValueError(f"--instances-lower, --instances-upper: {error}") from error
+        if self.scaling_trigger not in list(Trigger):
+            raise ValueError(f"--scaling-trigger {self.scaling_trigger!r}: must be one of {', '.join(Trigger)}")
+        try:
+            self._scaling()
+        except ValueError as error:
+            raise ValueError(_by_flag(str(error))) from error
         if not self.models:
             raise ValueError("--models: name at least one pattern; * is all")
 
@@ -66,5 +77,21 @@ class MacroSchedulerSettings(ConnectionSettings):
             pending_max=self.pending_max,
             owner=owner,
             bounds=Bounds(self.instances_lower, self.instances_upper),
-            scaling=ScalingSettings() if self.scaling else None,
+            scaling=self._scaling() if self.scaling else None,
         )
+
+    def _scaling(self) -> ScalingSettings:
+        return ScalingSettings(
+            Trigger(self.scaling_trigger),
+            instances_min=self.instances_min,
+            instances_max=self.instances_max,
+            start_s=self.instance_start_s,
+            drain_s=self.scaling_drain_s,
+        )
+
+
+def _by_flag(text: str) -> str:
+    """What is wrong with how a group scales, in the words of its flags."""
+    for name, flag in (("start_s", "--instance-start-s"), ("drain_s", "--scaling-drain-s")):
+        text = text.replace(name, flag)
+    return text.replace("instances_min", "--instances-min").replace("instances_max", "--instances-max")
