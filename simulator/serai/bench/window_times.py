@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serai.bench.percentiles import percentile
-from serai.contracts.admission import InstanceReport
+from serai.contracts.admission import GateMode, InstanceReport
 
 _BIN_S = 0.1
 
@@ -60,12 +60,15 @@ class Windows:
         self.began_s = 0.0
         self.ended_s = 0.0
         self.reports = 0
+        self.gated = 0
+        """Reports of instances whose gate held back what it had to."""
         self._open: dict[str, float] = {}
         self._closed: dict[str, list[tuple[float, float]]] = {}
 
     def heard(self, report: InstanceReport, now_s: float) -> None:
         """One report. A window that opened and closed between two of them is not seen."""
         self.reports += 1
+        self.gated += report.mode is GateMode.PADG
         session, since_s = report.session, now_s - report.window_s
         self._closed.setdefault(session, [])
         opened_s = self._open.get(session)
@@ -107,6 +110,7 @@ def figures_of(windows: Windows, heard: Sequence[Heard], slo_ttft_s: float, slo_
         "requests": float(len(heard)),
         "failed": float(len(heard) - len(answered)),
         "reports_per_s_and_instance": windows.reports / length_s / max(1, len(windows.sessions)),
+        "gated_share": windows.gated / max(1, windows.reports),
         "windows": float(len(lengths)),
         "window_p50_ms": percentile(lengths, 0.5) * 1000 if lengths else float("nan"),
         "window_p90_ms": percentile(lengths, 0.9) * 1000 if lengths else float("nan"),
