@@ -67,6 +67,7 @@ class MacroInstances:
     def not_owned(self, session: str, epoch: int, now_s: float) -> None:
         """A claim was lost."""
         self.members.not_owned(session, epoch, now_s)
+        self._next_s = None
 
     def took(self, session: str, epoch: int, accepted: bool, now_s: float) -> None:
         """The answer to a `Take`."""
@@ -76,6 +77,8 @@ class MacroInstances:
     def reported(self, report: InstanceReport, now_s: float) -> None:
         """Before the report is believed: it may tell that the instance is not ours any more."""
         self.members.reported(report.session, report.epoch, now_s)
+        if report.epoch != self.members.epoch_of(report.session):
+            self._next_s = None  # It may have to be told again, now.
         self._own(report.session)
         if self._meter is not None:
             self._meter.reported(report, now_s)
