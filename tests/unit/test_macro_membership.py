@@ -115,6 +115,19 @@ def test_beats_go_to_all_and_to_those_that_drain_until_they_have_gone() -> None:
     assert {effect.session for effect in site.members.due(34.0) if isinstance(effect, Say)} == {"a"}
 
 
+def test_a_drain_is_said_again_until_the_session_has_gone() -> None:
+    site = _site(replace(SMALL, scaling=ScalingSettings(calm_windows=1, start_s=0.0, drain_s=12.0)))
+    site.join("a", "b")
+    for at_s in (0.0, 30.0):
+        site.obey(site.members.evaluate(replace(IDLE, instances=2), {}, at_s), at_s)
+    again = [
+        effect for at_s in (34.0, 35.0, 40.0, 45.0) for effect in site.members.due(at_s) if isinstance(effect, Drain)
+    ]
+    assert again == [Drain("b", 0, 7.0), Drain("b", 0, 2.0), Drain("b", 0, 0.0)]
+    site.members.gone("b", 46.0)
+    assert not [effect for effect in site.members.due(60.0) if isinstance(effect, Drain)]
+
+
 def test_a_wish_counts_as_starting_until_somebody_comes_or_it_is_old() -> None:
     site = _site(replace(SMALL, scaling=ScalingSettings(start_s=10.0)))
     site.join("a")

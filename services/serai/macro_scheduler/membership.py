@@ -11,7 +11,7 @@ in, it knows itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
@@ -21,6 +21,8 @@ from serai.macro_scheduler.ownership import Claim, Ownership, Say
 from serai.macro_scheduler.scaling import Load, Scaling, ScalingSettings
 
 REASONS_KEPT = 100
+DRAIN_AGAIN_S = 5.0
+"""A session that was told to drain and has not gone is told again so often."""
 SETTLE_EVERY_S = 5.0
 """How often holes that the dead have left are looked at: an instance that is back within this time moves nobody."""
 
@@ -57,6 +59,7 @@ class Membership:
         """Those that serve, in the order in which they were made; none is empty, and none has draining members."""
         self.draining: dict[str, float] = {}
         """Sessions that were told to end what they have, and by when."""
+        self._drain_again_s: dict[str, float] = {}
         self.notes: list[Noted] = []
         """The last changes and their reasons."""
         self._leader = leader
@@ -83,6 +86,7 @@ class Membership:
     def gone(self, session: str, now_s: float) -> None:
         """It has left, or drains by a word of its own or of others: nothing new goes there, and it is told no more."""
         self.draining.pop(session, None)
+        self._drain_again_s.pop(session, None)
         self._ownership.forget(session)
         if session in self._macro_of:
             self._follow(mitosis.left(self.macros, session), now_s)
@@ -113,7 +117,7 @@ class Membership:
 
     def due(self, now_s: float) -> list[MembershipEffect]:
         """What is to be said or claimed again now, and merges after losses."""
-        effects: list[MembershipEffect] = []
+        effects: list[MembershipEffect] = [*self._drains_again(now_s)]
         if self._settle_at_s is not None and now_s >= self._settle_at_s:
             self._settle_at_s = None
             effects += self._follow(mitosis.settled(self.macros, self.settings.bounds), now_s)
@@ -122,7 +126,7 @@ class Membership:
 
     def next_due_s(self) -> float | None:
         """When `due` has something to do."""
-        times = [self._ownership.next_due_s(), self._settle_at_s]
+        times = [self._ownership.next_due_s(), self._settle_at_s, *self._drain_again_s.values()]
         return min([at_s for at_s in times if at_s is not None], default=None)
 
     @property
@@ -176,6 +180,13 @@ class Membership:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _drains_again(self, now_s: float) -> Iterator[Drain]:
+        """A word that was lost would leave an instance idle for ever; one that was heard changes nothing."""
+        for session, at_s in self._drain_again_s.items():
+            if now_s >= at_s:
+                self._drain_again_s[session] = now_s + DRAIN_AGAIN_S
+                yield Drain(session, 0, max(0.0, self.draining[session] - now_s))
+
     def _wish(self, scale: Scale, now_s: float) -> list[MembershipEffect]:
         """Sleepers are woken before others are started."""
         woken = list(self._asleep)[: scale.change]
@@ -202,6 +213,7 @@ class Membership:
                     effects += self._ownership.want(session, self.owner_name(target), now_s)
                 case Drain(session, _, deadline_s):
                     self.draining[session] = now_s + deadline_s
+                    self._drain_again_s[session] = now_s + DRAIN_AGAIN_S
                     effects.append(effect)
                 case Sleep() | Wake() | Scale():
                     effects.append(effect)

@@ -83,6 +83,7 @@ class Drain:
 
     session: str
     source: int
+    """Serial of its macro-instance; 0 = it has none any more, and is told again."""
     deadline_s: float
     """From now."""
 

@@ -116,7 +116,7 @@ class MacroScaled(MacroScheduled):
                     self._report_after_s.append(0.0)
                     self._effects.append(Start(0, round((now_s + self._start_s) * NS) + 1))
                     self._note(now_s, "wished", -1)
-            case Drain(session, _, deadline_s):
+            case Drain(session, _, deadline_s) if _instance(session) not in self._drains:
                 self._drain(_instance(session), deadline_s, now_s)
             case _:
                 pass
