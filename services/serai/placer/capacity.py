@@ -92,8 +92,8 @@ def capacity(
     while low < high:
         middle = (low + high + 1) // 2
         busy = middle + _P90 * math.sqrt(middle) * max(1.0, traffic.cv)
-        refused = "" if busy <= most else room
-        refused = refused or _refused(_point(model, habits, traffic, middle, busy, stages), traffic)
+        refused = room if busy > most else ""
+        refused = refused or _refused(_crowded(model, habits, traffic, middle, busy, stages), traffic)
         if refused:
             high, limit = middle - 1, refused
         else:
@@ -117,29 +117,46 @@ def _point(
     model: LatencyModel, habits: ServingHabits, traffic: Traffic, mean: float, busy: float, stages: int
 ) -> _Point:
     """The engine with `mean` requests in flight; the time per token when there are `busy`."""
-    output = traffic.output.mean
     batch = max(1.0, mean / stages)
-    decode, prompt = _step_times(model, habits, traffic, batch, traffic.prompt.mean)
-    loop_s = output * decode + batch * prompt
-    loop_s /= 1.0 if stages == 1 else PIPELINE_SHARE
+    times = _step_times(model, habits, traffic, batch)
+    slow = times if busy == mean else _step_times(model, habits, traffic, max(1.0, busy / stages))
+    return _told(habits, traffic, mean, busy, stages, times, slow)
+
+
+def _crowded(
+    model: LatencyModel, habits: ServingHabits, traffic: Traffic, mean: float, busy: float, stages: int
+) -> _Point:
+    """As `_point`, a little on the careful side and in half the time: all steps are those of the busy engine."""
+    times = _step_times(model, habits, traffic, max(1.0, busy / stages))
+    return _told(habits, traffic, mean, busy, stages, times, times)
+
+
+def _told(
+    habits: ServingHabits,
+    traffic: Traffic,
+    mean: float,
+    busy: float,
+    stages: int,
+    times: tuple[float, float],
+    slow: tuple[float, float],
+) -> _Point:
+    output, batch, crowd = traffic.output.mean, max(1.0, mean / stages), max(1.0, busy / stages)
+    decode, prompt = times
+    loop_s = (output * decode + batch * prompt) / (1.0 if stages == 1 else PIPELINE_SHARE)
     requests_s = mean / loop_s
-    crowd = max(1.0, busy / stages)
-    slow, slow_prompt = _step_times(model, habits, traffic, crowd, traffic.prompt.mean)
-    tpot = slow + habits.delay_share * max(0.0, crowd - habits.prompts_together) * slow_prompt / output
+    tpot = slow[0] + habits.delay_share * max(0.0, crowd - habits.prompts_together) * slow[1] / output
     occupied = min(0.999, requests_s / stages * prompt)
     wait = occupied / (1 - occupied) * prompt * (traffic.cv**2 + 1) / 2
-    own = _step_times(model, habits, traffic, batch, traffic.prompt.p90)[1]
-    return _Point(requests_s, slow + own + _TAIL_P90 * wait, tpot, loop_s + wait)
+    own = prompt * traffic.prompt.p90 / traffic.prompt.mean
+    return _Point(requests_s, slow[0] + own + _TAIL_P90 * wait, tpot, loop_s + wait)
 
 
-def _step_times(
-    model: LatencyModel, habits: ServingHabits, traffic: Traffic, batch: float, prompt_tokens: float
-) -> tuple[float, float]:
-    """A decode step of `batch` requests, and what a prompt adds to the running batch."""
+def _step_times(model: LatencyModel, habits: ServingHabits, traffic: Traffic, batch: float) -> tuple[float, float]:
+    """A decode step of `batch` requests, and what a mean prompt adds to the running batch."""
     sequences = max(1, round(batch))
     context = round(sequences * (traffic.prompt.mean + traffic.output.mean / 2))
     decode = model.step_s(Step((), sequences, context))
-    end = max(1, round(prompt_tokens))
+    end = max(1, round(traffic.prompt.mean))
     done = min(end - 1, round(end * traffic.prefix_reuse))
     if not habits.mixed_steps:
         return decode, model.step_s(Step((PrefillChunk(end - done, done),)))

@@ -63,7 +63,6 @@ class _Distinctions:
     """What makes two nodes different."""
 
     provider: bool
-    domain: bool
     occupied: bool
 
 
@@ -72,16 +71,14 @@ def classify(
     occupied: Set[str],
     *,
     by_provider: bool,
-    by_domain: bool,
     options: int = 1,
 ) -> list[NodeClass]:
     """Classes of `nodes` with their free GPUs. Nodes that are `occupied` stand alone where that is affordable, so that
     a plan knows what it can keep."""
     ends = _rounded_ends([node.ends_in_s for node, _ in nodes])
     found: list[NodeClass] = []
-    by_domain &= len(nodes) <= CLASSES_MAX
-    for domain, alone in ((by_domain, True), (by_domain, False), (False, False)):
-        distinctions = _Distinctions(by_provider, domain, alone)
+    for alone in (True, False):
+        distinctions = _Distinctions(by_provider, alone)
         found = _grouped(nodes, ends, occupied, distinctions)
         if len(found) <= CLASSES_MAX and len(found) * options <= CELLS_MAX:
             break
@@ -114,7 +111,7 @@ def _grouped(
 def _key(node: Node, end: float | None, occupied: Set[str], by: _Distinctions) -> tuple[object, ...]:
     alone = node.name if by.occupied and node.name in occupied else ""
     provider = node.provider if by.provider else ""
-    return node.gpu, end, provider, node.failure_domain if by.domain else "", alone
+    return node.gpu, end, provider, alone
 
 
 def _rounded_ends(ends: Sequence[float | None]) -> dict[float | None, float | None]:

@@ -26,7 +26,7 @@ from serai.performance.quantisation import Quantisation, WeightFormat
 from serai.performance.roofline import RooflineModel
 from serai.performance.shipped_models import shipped_card
 from serai.placer.capacity import Capacity, CrossingNodes, Traffic, capacity
-from serai.placer.demand import BadDemand, ModelDemand
+from serai.placer.demand import BadDemand, LengthSpread, ModelDemand
 from serai.placer.fleet import Fleet, Node
 
 
@@ -339,14 +339,23 @@ def _as_measured(measured: Measured, predicted: Capacity | str) -> Capacity:
 
 
 def _traffic(demand: ModelDemand) -> Traffic:
+    """Rounded to two digits: a plan a minute later, of about the same traffic, finds what was worked out before."""
     return Traffic(
-        demand.prompt,
-        demand.output,
-        demand.burstiness_cv,
-        demand.prefix_reuse,
+        _rounded_spread(demand.prompt),
+        _rounded_spread(demand.output),
+        _rounded(max(1.0, demand.burstiness_cv)),
+        round(demand.prefix_reuse, 2),
         demand.slo_ttft_s,
         demand.slo_tpot_s,
     )
+
+
+def _rounded_spread(spread: LengthSpread) -> LengthSpread:
+    return LengthSpread(_rounded(spread.mean), _rounded(spread.p50), _rounded(spread.p90), _rounded(spread.p99))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
 
 
 _Instance = RooflineModel | CrossingNodes

@@ -74,6 +74,8 @@ class _Class:
         emptying = self._emptying(wanted)
         for key, (option, count) in wanted.items():
             sessions = sorted((s for s in self.here if s.option.key == key), key=partial(self._dearness, emptying))
+            if option.model in self.spread:
+                sessions = self._apart(sessions)
             kept += sessions[:count]
             fresh += [option] * max(0, count - len(sessions))
         for session in kept:
@@ -82,6 +84,17 @@ class _Class:
                 self.kept[name].append(session)
                 self.domains[session.option.model].add(self.nodes[name].domain)
         return kept, fresh
+
+    def _apart(self, sessions: list[Running]) -> list[Running]:
+        """Sessions in failure domains of their own first."""
+        seen = set(self.domains[sessions[0].option.model]) if sessions else set()
+        first: list[Running] = []
+        rest: list[Running] = []
+        for session in sessions:
+            domain = self.nodes[session.nodes[0][0]].domain
+            (rest if domain in seen else first).append(session)
+            seen.add(domain)
+        return first + rest
 
     def _emptying(self, wanted: dict[str, tuple[Option, int]]) -> dict[str, int]:
         """GPUs of each node that hold sessions of which not all are wanted: what ends should end together, so that

@@ -89,7 +89,6 @@ def make_problem(
         [(node, node.gpus - held[node.name]) for node in fleet.nodes],
         {session.nodes[0][0] for session in movable if len(session.nodes) == 1},
         by_provider=any(demand.providers_allowed for demand in demands),
-        by_domain=any(demand.min_replicas > 1 for demand in demands),
         options=len(options) // max(1, len(fleet.gpus_by_kind())),
     )
     quotas = _quotas(demands, options, pinned, rules)

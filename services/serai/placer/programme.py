@@ -132,13 +132,18 @@ class Programme:
         return found
 
     def _domains(self, number: int, held: frozenset[str]) -> list[IntVar]:
-        """Failure domains that a model newly stands in, counted by class, or by domain where a class is one."""
+        """Failure domains that a model newly stands in, counted by class; classes that share domains count them once.
+        That instances of a class can be spread over its domains is left to `packing`, which says when they cannot."""
         found: list[IntVar] = []
+        everywhere: set[str] = set()
         for domains, places in self._by_domains(number, held).items():
             distinct = self.model.new_int_var(0, len(domains), f"d{number}_{len(found)}")
             self.model.add(distinct <= sum(self.counts[place] for place in places))
             self._derived.append((distinct, partial(_distinct_at, len(domains), places)))
             found.append(distinct)
+            everywhere |= domains
+        if found:
+            self.model.add(sum(found) <= len(everywhere))
         return found
 
     def _by_domains(self, number: int, held: frozenset[str]) -> dict[frozenset[str], list[int]]:
@@ -151,7 +156,9 @@ class Programme:
 
     def _short_at(self, number: int, held: frozenset[str], least: int, counts: Sequence[int]) -> int:
         groups = self._by_domains(number, held)
-        return max(0, least - sum(_distinct_at(len(domains), places, counts) for domains, places in groups.items()))
+        everywhere = len(frozenset().union(*groups))
+        stands = sum(_distinct_at(len(domains), places, counts) for domains, places in groups.items())
+        return max(0, least - min(everywhere, stands))
 
     # Levels
 
