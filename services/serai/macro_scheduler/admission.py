@@ -173,6 +173,7 @@ class AuthorCode:
         return saved_s >= request.slo_ttft_s * (instances - 1) / instances
 
 
+_GROWTH_TOKENS = 64
 _PATIENCE = 0.8
 """Of the TTFT target: while more is left, a request that fits nowhere waits for an instance that turns out better than
 predicted. Then it goes where it costs least, for there the gate knows best whom to leave out."""
@@ -196,7 +197,7 @@ class Serai:
         if finish_s > left_s and (prefill_s > left_s or left_s > _PATIENCE * request.slo_ttft_s):
             return Verdict(instance.session, False, "ttft", figures, cost)
         left = instance.kv_tokens_left()
-        if request.ask.prompt_tokens > left:
+        if kv_tokens(request.ask) > left:
             return Verdict(instance.session, False, "memory", (*figures, ("kv left", left)), cost)
         return Verdict(instance.session, True, "", figures, cost)
 
@@ -205,6 +206,13 @@ class Serai:
     ) -> bool:
         """Not asked."""
         return True
+
+
+def kv_tokens(ask: AdmissionAsk) -> int:
+    """What a lease debits: the prompt, and what its answer grows by until the next release, which the gate watches from
+    there on."""
+    most = ask.output_tokens_max or _GROWTH_TOKENS
+    return ask.prompt_tokens + min(most, _GROWTH_TOKENS)
 
 
 def _existing(instance: InstanceView, active: bool) -> Spread:

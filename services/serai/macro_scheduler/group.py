@@ -19,7 +19,16 @@ from serai.contracts.admission import (
     InstanceState,
     Lease,
 )
-from serai.macro_scheduler.admission import AdmissionPolicy, AuthorCode, Paper, Request, Scan, Serai, Verdict
+from serai.macro_scheduler.admission import (
+    AdmissionPolicy,
+    AuthorCode,
+    Paper,
+    Request,
+    Scan,
+    Serai,
+    Verdict,
+    kv_tokens,
+)
 from serai.macro_scheduler.explain import Decided, DecisionRing
 from serai.macro_scheduler.group_events import (
     Answer,
@@ -304,7 +313,7 @@ class Group:
             epoch=view.epoch,
             sequence=view.sequence + 1,
             prefill_s=prefill_s,
-            kv_tokens=ask.prompt_tokens,
+            kv_tokens=kv_tokens(ask),
             start_within_s=left_s - prefill_s - view.decode_s() if decision is Decision.ADMIT else -1.0,
             slo_ttft_s=max(left_s, 1e-3),
             slo_tpot_s=request.slo_tpot_s,

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from serai.contracts.admission import GateMode, InstanceReport, Lease, Spread
 
+_TYPICAL_TOKENS = 512
+_BACK_SHARE = 0.9
+
 
 class StepPredictor(NamedTuple):
     """Step times of one instance, in seconds: from a latency model or from measurements."""
@@ -65,6 +68,22 @@ class InstanceView:
         """Requests that it has or will have."""
         reported = 0 if self.report is None else self.report.waiting + self.report.decoding.count
         return reported + len(self.leases)
+
+    def choose_mode(self, slo_tpot_s: float) -> GateMode:
+        """PADG, or ORDINARY where a single stream is slower than its TPOT target already: no slack ever comes there, so
+        a gate would only make people wait. Between the two limits it stays as it was.
+
+        Everything else that makes windows lose (few instances, little load, targets that are nearly out of reach) needs
+        no mode: the gate sees it in the slack, and mixes or opens at once."""
+        report = self.report
+        alone_s = self.predict.decode_s(1, _TYPICAL_TOKENS)
+        if report is not None and report.step_s and report.decoding.count == 1:
+            alone_s = report.step_s
+        if alone_s > slo_tpot_s:
+            self.mode = GateMode.ORDINARY
+        elif alone_s < _BACK_SHARE * slo_tpot_s:
+            self.mode = GateMode.PADG
+        return self.mode
 
     # The ledger
 
@@ -159,9 +178,9 @@ class InstanceView:
         if not (decoding.count or report.waiting):
             return work_s
         step_s = self.decode_s()
-        slack_s = max(-1.0, decoding.low_s) if decoding.count else slo_tpot_s
+        slack_s = max(-1.0, decoding.low_s)
         finish_s = work_s + step_s - (now_s - self.reported_at_s)
-        if work_s > slack_s:
+        if decoding.count and work_s > slack_s:
             finish_s += (work_s - slack_s) / max(0.05, 1.0 - step_s / slo_tpot_s)
         return max(prefill_s, finish_s)
 

@@ -187,7 +187,7 @@ class MacroInstances:
         view = self._views.get(session)
         if view is None:
             return None
-        mode = view.mode if self._policy.gated else GateMode.ORDINARY
+        mode = view.choose_mode(self._slo_tpot_s) if self._policy.gated else GateMode.ORDINARY
         beat_s = self.members.settings.beat_s
         return Take(session, TakeInstance(owner, epoch, mode, self._low_share, beat_s))
 

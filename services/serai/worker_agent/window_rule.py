@@ -64,7 +64,7 @@ class Situation(NamedTuple):
     """Who has its first token and no decode step."""
     entering_deadline_s: float
     harm: Callable[[float, int], float] = lambda stall_s, others: 0.0
-    """How many targets a stall of so many seconds costs, expected, among who decodes and so many others without slack."""
+    """How many targets a stall of so many seconds costs, expected: who decodes, and so many others without slack."""
     requests: int = 1
     """Who waits, and whose deadline can be met."""
 
