@@ -378,7 +378,7 @@ class GateShell:
 
     def _publish(self, subject: str, data: bytes) -> None:
         try:
-            self._bus.publish(subject, data)
+            self._bus.publish(subject, data, at_once=True)  # It must not keep an answer back.
         except BusDisconnected:
             pass  # Reports may be lost, and a silent instance is asked again.
 

@@ -61,7 +61,8 @@ _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"
 WRITE_GAP_S = 0.001
 """At most one write per connection in so long for what is not sent `at_once`. A write wakes the server, and the server
 the receiver; on a busy connection these wake-ups cost more than the messages in them, and a millisecond of them share
-one. A connection that has been quiet for a millisecond writes at once."""
+one. A connection that has been quiet for a millisecond writes at once. What is sent `at_once` neither waits nor makes
+others wait: an ask for a place is followed by the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,7 @@ class NatsBus:
         head = f"PUB {subject} {reply} {len(payload)}\r\n" if reply else f"PUB {subject} {len(payload)}\r\n"
         client.append(head.encode(), payload)
         if at_once:
-            self._write()
+            self._client.write_pending()
         elif not self._write_scheduled:
             wait_s = self._written_at_s + WRITE_GAP_S - time.monotonic()
             if wait_s > 0:
