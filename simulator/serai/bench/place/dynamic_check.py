@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
-from serai.bench.place.fluid import FluidQueue
+from serai.bench.place.fluid import QUEUE_SHARE, FluidQueue
 from serai.bench.place.policies import SLO_TPOT_S, SLO_TTFT_S
 from serai.bench.place.traces import STEP_S, RateTrace
 from serai.engine_emulator.batching.settings import BatchSettings
@@ -29,13 +29,13 @@ CONCURRENCY = 256
 
 
 class BoundedQueue:
-    """Least loaded, each engine up to its concurrency; who would wait longer than the target is refused."""
+    """Least loaded, each engine up to its concurrency; who would wait for more than half the target is refused."""
 
     watches_steps = False
 
     def __init__(self, option: Option, instances: int) -> None:
         self._room = max(1, option.concurrency)
-        self._waiting_most = option.requests_s * instances * SLO_TTFT_S
+        self._waiting_most = QUEUE_SHARE * option.requests_s * instances * SLO_TTFT_S
         self._in_flight = [0] * instances
         self._waiting: deque[Request] = deque()
 
