@@ -167,7 +167,7 @@ def test_the_gate_holds_a_prompt_and_releases_it_and_refuses_what_it_cannot_keep
 
         beside = await one.beside(120)
         held = await one.hold()
-        state = await one.take()
+        state = await one.take(2, owner="m2")  # A new owner is told all.
         assert {request.request_id for request in state.requests} == {"beside", "held"}
         with pytest.raises(StreamFailed) as refused:
             await one.ask("late", one.lease(epoch=7))
