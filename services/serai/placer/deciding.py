@@ -42,6 +42,8 @@ class Situation:
     """Since an assignment was given out, where that is known."""
     loads_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """What engines of a model took to serve on a kind of GPU, where that was seen."""
+    turns: Mapping[str, int] = field(default_factory=dict)
+    """As in `plan.Picture`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def decide(
         situation.moves_last_hour,
         situation.failed,
         situation.warm,
+        situation.turns,
     )
     plan = make_plan(picture, placement, situation.file.rules, generation, limited=limited)
     return Decision(plan, placement, options, facts, tuple(instances), tuple(foreign))

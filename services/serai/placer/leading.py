@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from serai.contracts.placement import KeptPlan, PlanRecord, PlanState
+from serai.contracts.placement import ActionKind, KeptPlan, PlanAction, PlanRecord, PlanState
 from serai.contracts.subjects import to_token
 from serai.runtime.kv_lease import KvLease, StateKeys
 
@@ -21,6 +21,8 @@ class Memory:
     generation: int = 0
     plan: KeptPlan | None = None
     warm: dict[str, list[str]] = field(default_factory=dict)
+    _directions: dict[str, ActionKind] = field(default_factory=dict)
+    _turned_at_s: dict[str, list[float]] = field(default_factory=dict)
     _moved_at_s: list[float] = field(default_factory=list)
     _failed_until_s: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)
@@ -32,6 +34,29 @@ class Memory:
     def moves_last_hour(self, now: float) -> int:
         self._moved_at_s = [at_s for at_s in self._moved_at_s if now - at_s < HOUR_S]
         return len(self._moved_at_s)
+
+    def begins(self, actions: Iterable[PlanAction], now: float) -> None:
+        """A plan is about to be carried out: whose engines turn from more to fewer, or back."""
+        kinds: dict[str, set[ActionKind]] = {}
+        for action in actions:
+            if action.kind is not ActionKind.KEEP:
+                kinds.setdefault(action.assignment.model, set()).add(action.kind)
+        for model, found in kinds.items():
+            if len(found) > 1:
+                continue  # It only moves.
+            (direction,) = found
+            if self._directions.get(model, direction) is not direction:
+                self._turned_at_s.setdefault(model, []).append(now)
+            self._directions[model] = direction
+
+    def turns(self, now: float) -> dict[str, int]:
+        """Of each model, within the hour."""
+        self._turned_at_s = {
+            model: recent
+            for model, turned in self._turned_at_s.items()
+            if (recent := [at_s for at_s in turned if now - at_s < HOUR_S])
+        }
+        return {model: len(turned) for model, turned in self._turned_at_s.items()}
 
     def failed(self, key: str, wait_s: float, now: float) -> float:
         """Notes a failure; how long it is not tried there."""

@@ -17,6 +17,10 @@ from serai.placer.options import Option
 from serai.placer.placement import Placed, Placement
 
 NOTHING = 1e-9
+TURNS_MAX = 4
+"""Each turn doubles what the next exchange must gain, so often at most."""
+FAIRNESS_GAIN_MAX = 0.5
+"""However often it has turned, a rise of the worst-served share by so much is worth an exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,8 @@ class Picture:
     """`MODEL at POOL` that is not tried again for so many seconds."""
     warm: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Pools that had a cold model last."""
+    turns: Mapping[str, int] = field(default_factory=dict)
+    """How often within the hour a model turned from more engines to fewer, or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,19 +344,25 @@ class _Planner:
         if any(self._lacks(option.model) for option in change.starts):
             return ""
         affected = {option.model for option in (*change.starts, *[one.option for one in change.stops])}
-        if self._worst(after, affected) >= self._worst(before, affected) + rules.fairness_gain:
+        turns = max(self._picture.turns.get(model, 0) for model in affected)
+        # What goes back and forth follows a demand that nobody can measure so well: it has to gain more each time.
+        patience = 2.0 ** min(turns, TURNS_MAX)
+        fairness_gain = max(rules.fairness_gain, min(FAIRNESS_GAIN_MAX, rules.fairness_gain * patience))
+        if self._worst(after, affected) >= self._worst(before, affected) + fairness_gain:
             return ""
         gain = (self._total(after) - self._total(before)) * left_s
         lost_s = change.load_s + rules.drain_s
         loss = (self._total(before) - self._total(self._without(change))) * lost_s
         loss += sum(one.in_flight for one in change.stops)
-        if gain > rules.margin * loss and gain > NOTHING:
+        # What the place itself is worth while it loads, or nothing would be lost where somebody can spare it.
+        loss += change.load_s * sum(self._facts[one.model].demand.priority * one.requests_s for one in change.starts)
+        if gain > patience * rules.margin * loss and gain > NOTHING:
             return ""
         if gain <= NOTHING:
             return "fewer requests would be served than now"
         return (
             f"until the horizon of {rules.horizon_s:.0f} s it would serve {gain:.0f} more requests, "
-            f"and lose {loss:.0f} while it loads"
+            f"and lose {loss:.0f} while it loads" + (f"; its models have turned {turns} times lately" if turns else "")
         )
 
     def _over_limit(self, change: _Change) -> str:

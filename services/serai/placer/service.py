@@ -472,6 +472,7 @@ class Placer:
             self._past.prewarm(self._loads_s, time.time()),
             {id: now - born_s for id, born_s in self._born_s.items()},
             self._seen_loads_s,
+            self.memory.turns(now),
         )
 
     async def _plan(self, views: Sequence[PoolView]) -> None:
@@ -530,6 +531,7 @@ class Placer:
             demand = facts.demand
             gets = any(one.assignment.model == model and one.kind is not ActionKind.STOP for one in plan.actions)
             floors[model] = Floor(demand.min_replicas, gets and demand.planned_requests_s > 0)
+        self.memory.begins(plan.actions, time.monotonic())
         for model in decision.plan.let_go:
             self.memory.warm[model] = sorted({one.pool for one in plan.actions if one.assignment.model == model})
         for one in plan.actions:
