@@ -129,6 +129,19 @@ def rounded(problem: Problem, fractions: Sequence[float], distance: Sequence[flo
     return counts
 
 
+def raised(problem: Problem, start: Sequence[int]) -> list[int]:
+    """`start` with a larger total, and nobody who was worst-served or better off left worse than that."""
+    counts = Counts(problem)
+    for place, count in enumerate(start):
+        if count:
+            counts.add(place, count)
+    values = _values(problem)
+    for number in range(len(problem.demands)):
+        counts.order(number, lambda place: -values[place])
+    _raise_total(counts, lambda: False)
+    return counts.of
+
+
 def _values(problem: Problem) -> list[float]:
     """What a cell's GPU-hours give, against what other models would get from the same GPUs: its share per GPU over the
     model's best, divided by the kind's mean of that."""
@@ -279,7 +292,8 @@ def _raise_total(counts: Counts, late: Callable[[], bool]) -> None:
     """While it helps: who lacks most in all takes the room of those who lose less; nobody falls below the worst."""
     problem = counts.problem
     for _ in range(_SWAPS_MAX):
-        worst = counts.worst()
+        # A little above what must be held, since the programme rounds shares down.
+        worst = counts.worst() * (1 + 1e-6)
         lacking = sorted(
             (
                 (-_weight(problem, number) * (1 - counts.shares[number]), number)

@@ -109,6 +109,10 @@ class Measured:
     """NaN: not measured; the cost model's stands."""
 
 
+FAST_LINK_BYTES_S = 200e9
+"""Links between a node's GPUs over which tensor parallelism costs little."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptionSettings:
     """What is tried."""
@@ -253,12 +257,13 @@ class _Maker:
         self, demand: ModelDemand, card: ModelCard, kind: _Kind, profile: _Profile
     ) -> Iterator[Option | Infeasible]:
         """All splits over GPUs of one kind, smallest first. A pipeline crosses nodes only with a model that no node
-        holds."""
+        holds, and lies within one only where links are slow or tensor parallelism alone does not do."""
+        fast = find_link(GPUS[kind.gpu].link).bandwidth_bytes_s >= FAST_LINK_BYTES_S
         for name in demand.quantisations or ("",):
             quantisation = _quantisation(demand.model, name, card)
             fits_a_node = False
             for split in self.splits(card, kind):
-                if split.nodes > 1 and fits_a_node:
+                if fits_a_node and (split.nodes > 1 or (fast and split.copy.pipeline > 1)):
                     continue
                 way = self.way(demand, card, kind, profile, quantisation, split)
                 if way is not None:
@@ -277,7 +282,7 @@ class _Maker:
                 found.append(_Split(copy, data, 1))
             elif data == 1 and tensor == kind.largest and 1 < pipeline <= kind.nodes:
                 found.append(_Split(copy, data, pipeline))
-        return sorted(found, key=lambda s: (s.nodes, s.gpus, s.copy.pipeline, s.data, s.copy.expert))
+        return sorted(found, key=lambda s: (s.nodes, s.copy.pipeline, s.gpus, s.data, s.copy.expert))
 
     def way(
         self,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serai.placer.bounds import total_bound, worst_share_bound
-from serai.placer.greedy import Counts, rounded
+from serai.placer.greedy import Counts, raised, rounded
 from serai.placer.placement import Level, Objective, SolveLimits
 from serai.placer.problem import Problem
 from serai.placer.programme import SCALE, Programme
@@ -32,6 +32,8 @@ class Search:
         relaxed = self._relaxed(name) if self._large else None
         if relaxed is not None and name == "worst share":
             self._round(relaxed)
+        if relaxed is not None and name == "total":
+            self.counts = raised(self._problem, self.counts)
         cells = list(range(len(self._problem.cells)))
         if relaxed is not None:
             cells = kernel(self._problem, relaxed, {place for place, count in enumerate(self.counts) if count})
