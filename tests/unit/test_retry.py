@@ -43,7 +43,8 @@ def test_a_first_try_is_repeated_when_the_connection_was_lost_or_no_engine_had_b
 
 @given(st.sampled_from(FailureCode), st.booleans(), st.integers(TRIES_MAX, 9), st.booleans())
 def test_there_is_never_a_fourth_try(code: FailureCode, safe: bool, tries: int, rested: bool) -> None:
-    if code not in (FailureCode.NO_RESPONDERS, FailureCode.LEASE_REFUSED):
+    given_back = safe and code in (FailureCode.AGENT_LEFT, FailureCode.DRAINING)
+    if code not in (FailureCode.NO_RESPONDERS, FailureCode.LEASE_REFUSED) and not given_back:
         assert not after_failure(InferenceFailure(code, "x", retry_safe=safe), tries, rested=rested).again
     assert not any(after_status(status, tries, rested=rested, marked_safe=safe).again for status in range(100, 600))
 
@@ -53,6 +54,15 @@ def test_sessions_of_a_site_that_was_cut_off_do_not_use_up_the_tries() -> None:
     gone = InferenceFailure(FailureCode.NO_RESPONDERS, "x")
     assert all(after_failure(gone, tries).again for tries in range(1, NOBODY_THERE_TRIES_MAX))
     assert not after_failure(gone, NOBODY_THERE_TRIES_MAX).again
+
+
+@pytest.mark.parametrize("code", [FailureCode.AGENT_LEFT, FailureCode.DRAINING])
+def test_what_a_draining_session_gives_back_untouched_uses_up_no_try(code: FailureCode) -> None:
+    """Two sessions were lost before; the third drains, and no engine has begun there."""
+    given_back = InferenceFailure(code, "x", retry_safe=True)
+    assert after_failure(given_back, TRIES_MAX).again
+    assert not after_failure(given_back, NOBODY_THERE_TRIES_MAX).again
+    assert not after_failure(InferenceFailure(code, "x"), TRIES_MAX).again
 
 
 def test_a_refused_lease_costs_neither_tries_nor_budget() -> None:

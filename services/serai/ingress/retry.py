@@ -3,7 +3,8 @@
 The rule in plain words:
 
 * A lost connection, 502, 504, and a 500 that the engine itself marks as safe: on up to two other sessions, in another
-  allocation where there is one (`routing.untried`). When NATS says at once that nobody receives, further.
+  allocation where there is one (`routing.untried`). When NATS says at once that nobody receives, or a session that
+  drains gives back what no engine has begun on, further.
 * Busy (429, 503, an agent that is full): on one other, and only when one is there that is not busy itself. A repeat
   elsewhere spreads an overload; five of them, as peers do, multiply it.
 * Any other answer is the caller's to see: all other 4xx, and a 500 that is not marked.
@@ -27,8 +28,9 @@ TRIES_MAX = 3
 BUSY_TRIES_MAX = 2
 """One try and one more: each further one would multiply an overload."""
 NOBODY_THERE_TRIES_MAX = 8
-"""When NATS says at once that nobody receives, nobody has been burdened. When the link to a site is cut, all its
-sessions say so one after the other, in the first milliseconds."""
+"""When NATS says at once that nobody receives, or a session that drains gives back what no engine has begun on, nobody
+has been burdened. When the link to a site is cut, all its sessions say so one after the other, in the first
+milliseconds."""
 MARK = "x-should-retry"
 
 _CONNECTION_LOST = frozenset(
@@ -40,6 +42,7 @@ _CONNECTION_LOST = frozenset(
         FailureCode.ENGINE_CUT,
     }
 )
+_GIVEN_BACK = frozenset({FailureCode.AGENT_LEFT, FailureCode.DRAINING})
 _GATEWAY_STATUSES = frozenset({502, 504})
 _BUSY_STATUSES = frozenset({429, 503})
 
@@ -78,7 +81,8 @@ def after_failure(failure: InferenceFailure, tries: int, *, rested: bool = True)
     if code is FailureCode.LEASE_REFUSED:
         again = tries < NOBODY_THERE_TRIES_MAX  # `leased_pick.LEASES_REFUSED_MAX` comes first.
         return _verdict(again, f"{code}: its scheduler had promised too much", Price.NOTHING)
-    if tries >= (NOBODY_THERE_TRIES_MAX if code is FailureCode.NO_RESPONDERS else TRIES_MAX):
+    unburdened = code is FailureCode.NO_RESPONDERS or (failure.retry_safe and code in _GIVEN_BACK)
+    if tries >= (NOBODY_THERE_TRIES_MAX if unburdened else TRIES_MAX):
         return _verdict(False, "tried enough")
     if failure.retry_safe:
         return _verdict(True, f"{code}: no engine has begun on it", Price.NOTHING)
