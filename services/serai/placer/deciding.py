@@ -96,6 +96,11 @@ def decide(
     )
     demands = [_without_others(one) for one in facts.values()]
     placement = solve(fleet, demands, options.feasible, running, rules, limits, clock=clock)
+    if any(one.what == "capacity" for one in placement.missing):
+        # Not everything that may come can be had: first what is expected.
+        facts = {name: replace(one, demand=replace(one.demand, requests_s_high=None)) for name, one in facts.items()}
+        demands = [_without_others(one) for one in facts.values()]
+        placement = solve(fleet, demands, options.feasible, running, rules, limits, clock=clock)
     picture = Picture(
         [PoolFacts(n.name, n.gpu, n.gpus, n.provider, _engines(usable, n.name)) for n in fleet.nodes],
         instances,

@@ -50,10 +50,10 @@ def _demand_lines(facts: ModelFacts, model: PlacedModel, situation: Situation) -
         lines.append("Nobody asks for it now" + _since(seen.unused_s, situation) + ".")
     elif seen.requests_s > model.demand.requests_s:
         window = f"over the last {situation.file.demand_window_s:.0f} s"
-        lines.append(
-            f"It was asked {seen.requests_s:.2f} requests/s {window}; since that is an estimate, "
-            f"{demand.planned_requests_s:.2f} are planned for."
-        )
+        more = f"since that is an estimate, {demand.planned_requests_s:.2f} are planned for"
+        if demand.planned_requests_s <= seen.requests_s:
+            more = "that much is planned for, since there is no room for more"
+        lines.append(f"It was asked {seen.requests_s:.2f} requests/s {window}; {more}.")
     else:
         told = f"{demand.planned_requests_s:.2f} requests/s are planned for: the placement file says so"
         lines.append(f"{told}, and usage shows no more ({seen.requests_s:.2f}/s).")
