@@ -28,10 +28,14 @@ def test_all_decisions_of_a_full_group_admit(policy: str) -> None:
 def test_what_a_request_pays_is_the_worst_rates_median() -> None:
     samples = [
         {"target": target, "rate": rate, "round": number, "p50_ms": p50_ms}
-        for number, rate, plain, asked in ((0, 16, 1.0, 1.2), (1, 16, 2.0, 2.6), (0, 64, 1.0, 1.9), (1, 64, 1.0, 1.5))
+        for number, rate, plain, asked in (
+            *((0, 16, 1.0, 1.2), (1, 16, 2.0, 2.6), (0, 64, 1.0, 1.9), (1, 64, 1.0, 1.5)),
+            *((0, 0, 1.0, 1.1), (1, 0, 1.0, 1.3)),
+        )
         for target, p50_ms in (("least-loaded", plain), ("macro-scheduled", asked))
     ]
     figures = admission._request_figures(samples)
+    assert figures["added_p50_ms_c1"] == pytest.approx(0.2)
     assert figures["added_p50_ms_16rps"] == pytest.approx(0.4)
     assert figures["added_p50_ms"] == figures["added_p50_ms_64rps"] == pytest.approx(0.7)
 
