@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"cost model only, free parallelism: {free.status} in {free.solve_s:.3f} s")
     rows = _rows(measured, ours, free)
     if not arguments.no_replay:
-        rows = [_replayed(row, arguments.quick) for row in rows]
+        rows = _all_replayed(rows, arguments.quick)
     hand_out(_report(rows, ours, free, import_s, arguments), arguments)
     return 0
 
@@ -130,6 +130,15 @@ def _even(pools: Pools) -> Pools:
         SHORT[model]: {pool.option.gpu: pool.instances / counts[model] for pool in own} for model, own in pools.items()
     }
     return weighted(pools, shares)
+
+
+def _all_replayed(rows: Sequence[Row], quick: bool) -> list[Row]:
+    """Two ways that come to the same placement are replayed once."""
+    done: dict[str, Row] = {}
+    for row in rows:
+        if repr(row.pools) not in done:
+            done[repr(row.pools)] = _replayed(row, quick)
+    return [replace(done[repr(row.pools)], name=row.name) for row in rows]
 
 
 def _replayed(row: Row, quick: bool) -> Row:
