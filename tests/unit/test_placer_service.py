@@ -297,10 +297,10 @@ def test_what_an_engine_took_to_load_counts_for_the_next(site: Site, monkeypatch
         await site.look()
         (pool, *_) = site.pools
         (one,) = [run.assignment for run in pool.book.runs(0.0)]
-        site.placer._loading.add(one.id)
-        site.placer._born_s[one.id] = time.monotonic() - 145.0
+        site.placer.loads._loading.add(one.id)
+        site.placer.loads._born_s[one.id] = time.monotonic() - 145.0
         await site.look(times=2)
-        took_s = site.placer._seen_loads_s[one.model, "h100-sxm-80"]
+        took_s = site.placer.loads.seen_s[one.model, "h100-sxm-80"]
         assert took_s == pytest.approx(45.0, abs=1.0), "it serves for 100 s"
         decision = site.placer._decision
         assert decision is not None

@@ -9,112 +9,21 @@ again, and no model falls below its minimum. What is not done is told, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from serai.contracts.placement import ActionKind, Assignment, PlanAction, RunState
-from serai.placer.demand import ModelDemand
+from serai.contracts.placement import ActionKind, Assignment, PlanAction
 from serai.placer.options import Option
+from serai.placer.picture import Instance, ModelFacts, Picture, PlanRules, PoolFacts, failed_key
 from serai.placer.placement import Placed, Placement
+from serai.placer.worth import Worth
+
+__all__ = ["Instance", "ModelFacts", "Picture", "Plan", "PlanRules", "PoolFacts", "failed_key", "make_plan"]
 
 NOTHING = 1e-9
 TURNS_MAX = 4
 """Each turn doubles what the next exchange must gain, so often at most."""
 FAIRNESS_GAIN_MAX = 0.5
 """However often it has turned, a rise of the worst-served share by so much is worth an exchange."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRules:
-    """When a change is worth it. Times in seconds."""
-
-    horizon_s: float = 1800.0
-    """Over which a change must pay for itself."""
-    margin: float = 1.5
-    """A gain must exceed its cost by this factor."""
-    fairness_gain: float = 0.05
-    """A rise of the worst-served model's share by so much is worth an exchange in itself."""
-    cool_down_s: float = 300.0
-    """What has been started is not stopped again for so long, unless it is of no use at all."""
-    cold_after_s: float | None = 900.0
-    """A model without a request for so long lets its engines go, but for its minimum; None = never."""
-    drain_s: float = 60.0
-    """How long running requests may take when an engine ends."""
-    moves_per_hour: int = 60
-    """Starts and stops."""
-    gpu_share_per_change: float = 0.5
-    """Of all GPUs, at most so many change hands in one plan; one engine may always."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """An engine that runs or is about to, at one pool."""
-
-    id: str
-    option: Option
-    pool: str
-    assignment: Assignment
-    state: RunState
-    session: str = ""
-    age_s: float = 0.0
-    """Since it was started, as far as is known."""
-    pinned: bool = False
-    in_flight: int = 0
-
-    @property
-    def model(self) -> str:
-        return self.option.model
-
-    @property
-    def serving(self) -> bool:
-        return self.state is RunState.SERVING
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """How a model's engines are started, and what is known of its use."""
-
-    demand: ModelDemand
-    engine: str = "vllm"
-    path: str = ""
-    arguments: tuple[str, ...] = ()
-    others_requests_s: float = 0.0
-    """Capacity of sessions that are not of pools."""
-    unused_s: float = 0.0
-    """How long no request has come."""
-    prewarm: bool = False
-    """A burst is predicted: it is not cold, whatever it was asked lately."""
-
-    @property
-    def model(self) -> str:
-        return self.demand.model
-
-
-@dataclass(frozen=True, slots=True)
-class PoolFacts:
-    """What a plan needs to know of a pool."""
-
-    name: str
-    gpu: str
-    gpus: int
-    provider: str = ""
-    engines: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """All that is known when a plan is made."""
-
-    pools: Sequence[PoolFacts]
-    instances: Sequence[Instance]
-    """Live ones: those that drain or have failed are not among them."""
-    models: Sequence[ModelFacts]
-    moves_last_hour: int = 0
-    failed: Mapping[str, float] = field(default_factory=dict)
-    """`MODEL at POOL` that is not tried again for so many seconds."""
-    warm: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Pools that had a cold model last."""
-    turns: Mapping[str, int] = field(default_factory=dict)
-    """How often within the hour a model turned from more engines to fewer, or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +41,6 @@ class Plan:
     def changes(self) -> tuple[PlanAction, ...]:
         """Without what is kept."""
         return tuple(action for action in self.actions if action.kind is not ActionKind.KEEP)
-
-
-def failed_key(model: str, pool: str) -> str:
-    """Names a model's failure at a pool."""
-    return f"{model} at {pool}"
 
 
 def make_plan(picture: Picture, placement: Placement, rules: PlanRules, generation: int, *, limited: bool) -> Plan:
@@ -172,6 +76,7 @@ class _Planner:
         self._generation = generation
         self._limited = limited
         self._facts = {facts.model: facts for facts in picture.models}
+        self._worth = Worth(self._facts)
         self._pools = {pool.name: pool for pool in picture.pools}
         self._live: dict[str, Instance] = {one.id: one for one in picture.instances}
         self._new: list[Option] = []
@@ -277,7 +182,7 @@ class _Planner:
 
     def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
         """Those first that need no engine to end, then those that help the worst-served most."""
-        worst = {facts.model: self._share(facts, self._capacity(facts.model)) for facts in self._picture.models}
+        worst = self._worth.shares(self._live_and_new())
 
         def rank(change: _Change) -> tuple[bool, bool, float, str]:
             helped = min((worst.get(option.model, 1.0) for option in change.starts), default=1.0)
@@ -332,7 +237,9 @@ class _Planner:
             return why
         before, after = self._live_and_new(), [*self._without(change), *change.starts]
         if not change.stops:
-            helps = self._total(after) > self._total(before) + NOTHING or self._lacks(change.starts[0].model)
+            helps = self._worth.total(after) > self._worth.total(before) + NOTHING or self._lacks(
+                change.starts[0].model
+            )
             return "" if helps else "nobody waits for it"
         return self._not_worth(change, before, after)
 
@@ -348,11 +255,11 @@ class _Planner:
         # What goes back and forth follows a demand that nobody can measure so well: it has to gain more each time.
         patience = 2.0 ** min(turns, TURNS_MAX)
         fairness_gain = max(rules.fairness_gain, min(FAIRNESS_GAIN_MAX, rules.fairness_gain * patience))
-        if self._worst(after, affected) >= self._worst(before, affected) + fairness_gain:
+        if self._worth.worst(after, affected) >= self._worth.worst(before, affected) + fairness_gain:
             return ""
-        gain = (self._total(after) - self._total(before)) * left_s
+        gain = (self._worth.total(after) - self._worth.total(before)) * left_s
         lost_s = change.load_s + rules.drain_s
-        loss = (self._total(before) - self._total(self._without(change))) * lost_s
+        loss = (self._worth.total(before) - self._worth.total(self._without(change))) * lost_s
         loss += sum(one.in_flight for one in change.stops)
         # What the place itself is worth while it loads, or nothing would be lost where somebody can spare it.
         loss += change.load_s * sum(self._facts[one.model].demand.priority * one.requests_s for one in change.starts)
@@ -408,30 +315,6 @@ class _Planner:
     def _live_and_new(self) -> list[Option]:
         return [*[one.option for one in self._live.values()], *self._new]
 
-    def _capacity(self, model: str) -> float:
-        return sum(one.option.requests_s for one in self._live.values() if one.model == model)
-
-    def _share(self, facts: ModelFacts, capacity: float) -> float:
-        wanted = facts.demand.planned_requests_s
-        return 1.0 if wanted <= 0 else min(1.0, (capacity + facts.others_requests_s) / wanted)
-
-    def _shares(self, options: Sequence[Option]) -> dict[str, float]:
-        there: dict[str, float] = {}
-        for option in options:
-            there[option.model] = there.get(option.model, 0.0) + option.requests_s
-        return {name: self._share(facts, there.get(name, 0.0)) for name, facts in self._facts.items()}
-
-    def _worst(self, options: Sequence[Option], among: set[str]) -> float:
-        return min((share for model, share in self._shares(options).items() if model in among), default=1.0)
-
-    def _total(self, options: Sequence[Option]) -> float:
-        """Requests a second that are served, weighted by priority."""
-        shares = self._shares(options)
-        return sum(
-            facts.demand.priority * facts.demand.planned_requests_s * shares[name]
-            for name, facts in self._facts.items()
-        )
-
     # -- what nobody wants ---------------------------------------------------------------------------------------
 
     def _stop_cold(self) -> None:
@@ -483,8 +366,8 @@ class _Planner:
             return (
                 f"{model} has fewer engines than its minimum of {minimum}" if minimum else f"{model} will be used soon"
             )
-        before = self._shares(self._live_and_new())[model]
-        shares = self._shares([*self._without(change), *change.starts])
+        before = self._worth.shares(self._live_and_new())[model]
+        shares = self._worth.shares([*self._without(change), *change.starts])
         text = f"{model} is asked {wanted:.2f} requests/s, of which {shares[model]:.0%} are served in time with it"
         losers = sorted({one.model for one in change.stops} - {model})
         return "; ".join([f"{text}, {before:.0%} without", *[self._loss(loser, shares) for loser in losers]])

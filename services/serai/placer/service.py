@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import structlog
 
@@ -30,31 +29,29 @@ from serai.contracts.placement import (
     ModelWord,
     PlacementRequest,
     PlacementWord,
-    PlanAction,
     PlanRecord,
     PlanState,
     PoolReport,
-    PoolRun,
     RunState,
     checked_report,
 )
-from serai.contracts.subjects import PLACEMENT_APPLY, PLACEMENT_EXPLAIN, POOL, USAGE_DEMAND
-from serai.contracts.usage import DemandAnswer, DemandRequest
+from serai.contracts.subjects import PLACEMENT_APPLY, PLACEMENT_EXPLAIN, POOL
 from serai.placer import metrics
 from serai.placer.carrying_out import CarryingOut, Failure, Floor, Seen, SeenRun
 from serai.placer.deciding import Decision, Situation, decide
+from serai.placer.demand_watch import DemandWatch
 from serai.placer.explain import model_words, pool_words
 from serai.placer.launchers.base import Launcher
+from serai.placer.launching import Launching
 from serai.placer.leading import Memory, lease_of
-from serai.placer.observed import Observed, observed
-from serai.placer.past import WEEK_BUCKET_S, WEEK_BUCKETS, Past
+from serai.placer.load_times import LoadTimes
 from serai.placer.placement import SolveLimits
 from serai.placer.placement_file import Mode, PlacementFile
 from serai.placer.plan import failed_key
 from serai.placer.pools import Pools, PoolView, judged
 from serai.placer.settings import PlacerSettings
+from serai.placer.staleness import content, gone
 from serai.placer.told import Overtaken, Told
-from serai.placer.wishes import wishes
 from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.connection_settings import host_name
 from serai.runtime.fields import BadInput
@@ -65,16 +62,9 @@ from serai.runtime.registry_copy import RegistryCopy
 log = structlog.get_logger()
 
 LOOK_EVERY_S = 0.5
-DEMAND_TIMEOUT_S = 5.0
-DEMAND_BUCKETS = 20
-"""A window of usage is looked at in so many spans."""
 REPLAN_S = 60.0
 """A plan that has been under way for so long is made anew, with what it has started so far."""
 HELD_SAID_MAX = 20
-LOAD_WEIGHT = 0.3
-"""Of the last load time that was seen, against those before."""
-WISH_AGAIN_S = 60.0
-"""Launchers are told again what is wanted after so long: they may have been started anew."""
 LOAD_S, LEAVING_MARGIN_S = 120.0, 30.0
 """What an engine takes to load, until options say; and what a successor of it is started earlier than need be."""
 NEWS_PAUSE_S = 1.0
@@ -106,26 +96,17 @@ class Placer:
             placement_keys, settings.site, self._owner, settings.lease_s, time.monotonic, self.memory, self._restore
         )
         self.told = Told(bus, pool_keys, time.monotonic)
-        self._launchers = launchers or {}
-        self._asked: dict[str, int] = {}
-        """Of each launchable: how many pool agents were asked for last."""
-        self._asked_at_s = -math.inf
-        self._empty_since_s: dict[str, float] = {}
         self._limits = SolveLimits(settings.solve_s)
         self._listening_since_s = time.monotonic()
-        self._usage: dict[str, Observed] = {}
-        self._usage_at_s = -math.inf
-        self._past = Past()
+        self.demand = DemandWatch(bus, settings.site, settings.demand_every_s)
+        self.loads = LoadTimes()
+        self._launching = Launching(launchers or {})
         self._carrying: CarryingOut | None = None
         self._decision: Decision | None = None
         self._words: list[ModelWord] = []
         self._planned_at_s = -math.inf
         self._news = True
         self._problem = ""
-        self._born_s: dict[str, float] = {}
-        self._loading: set[str] = set()
-        """Engines that were seen before they served."""
-        self._seen_loads_s: dict[tuple[str, str], float] = {}
         self._anew: list[Message] = []
         self._wake = asyncio.Event()
         bus.on_reconnect(self._on_reconnect)
@@ -177,39 +158,8 @@ class Placer:
         """The ledger: what was asked of each model."""
         while True:
             if self.lease.held and self._bus.connected:
-                await self._ask_ledger()
+                await self.demand.ask(self._file, self._loads_s)
             await asyncio.sleep(self._settings.demand_every_s)
-
-    async def _ask_ledger(self) -> None:
-        window_s, cold_s = self._file.demand_window_s, self._file.rules.cold_after_s or 0.0
-        bucket_s = float(max(1, math.ceil(window_s / DEMAND_BUCKETS)))
-        buckets = min(2_000, math.ceil(max(window_s, cold_s + 2 * bucket_s) / bucket_s) + 1)
-        if not self._past.told_until_s:
-            await self._ledger_says(WEEK_BUCKET_S, WEEK_BUCKETS)
-        answer = await self._ledger_says(bucket_s, buckets)
-        if answer is None:
-            return
-        seen = observed(answer, bucket_s=bucket_s, window_s=window_s, age_s=bucket_s)
-        self._usage = self._past.with_rises(seen, self._loads_s, window_s, time.time())
-        self._usage_at_s = time.monotonic()
-
-    async def _ledger_says(self, bucket_s: float, buckets: int) -> DemandAnswer | None:
-        """The last so many spans, up to now; None when nobody tells."""
-        since_s = time.time() - buckets * bucket_s
-        models = sorted(self._file.models)
-        since = datetime.fromtimestamp(since_s, UTC).isoformat(timespec="milliseconds")
-        subject, request = USAGE_DEMAND.of_site(self._settings.site), DemandRequest(since, bucket_s, buckets, models)
-        try:
-            message = await self._bus.request(subject, encode(request), DEMAND_TIMEOUT_S)
-            answer = decode(DemandAnswer, message.data)
-            if answer.problem:
-                raise BusError(answer.problem)
-        except (BusError, MalformedMessage) as error:
-            if self._usage_known:
-                log.warning("placer.no_demand", error=str(error), effect="what is known already, and the file, count")
-            return None
-        self._past.hear(answer, models, since_s, bucket_s, buckets)
-        return answer
 
     @property
     def _loads_s(self) -> dict[str, float]:
@@ -219,10 +169,6 @@ class Placer:
         for option in options:
             loads[option.model] = min(loads.get(option.model, math.inf), option.load_s)
         return loads
-
-    @property
-    def _usage_known(self) -> bool:
-        return time.monotonic() - self._usage_at_s < 3 * self._settings.demand_every_s + DEMAND_TIMEOUT_S
 
     def _blind(self) -> str:
         """Why it does not act; empty = it does."""
@@ -274,7 +220,8 @@ class Placer:
             await self._plan(views)
             self._carry(views, time.monotonic())
             await self._deliver(reports)
-            await self._wish(views, time.monotonic())
+            if self._decision is not None and self._file.launchables and self._file.mode is Mode.AUTOMATIC:
+                await self._launching.ask(self._file, views, self._decision, time.monotonic(), self.lease.beat)
 
     async def _wake_or(self, seconds: float) -> None:
         try:
@@ -300,39 +247,22 @@ class Placer:
 
     def _note_runs(self, views: Sequence[PoolView], now: float) -> None:
         """Engines that have failed are not wanted any more; those that serve are known to work."""
-        seen: set[str] = set()
+        for model, took_s in self.loads.note(views, now):
+            metrics.LOADS.of(model).observe(took_s)
+        self._launching.note(views, now)
         for view in views:
             wanted = dict(self.told.run_of(view.name))
             failed = []
             for run in view.report.runs:
-                id, key = run.assignment.id, failed_key(run.assignment.model, view.name)
-                seen.add(id)
-                self._born_s.setdefault(id, now - run.age_s)
+                id, model = run.assignment.id, run.assignment.model
                 if run.state is RunState.SERVING:
-                    self.memory.worked(key)
-                    self._note_load(view, run, now)
-                elif run.state is RunState.STARTING:
-                    self._loading.add(id)
+                    self.memory.worked(failed_key(model, view.name))
                 elif run.state is RunState.FAILED and id in wanted:
                     failed.append(id)
-                    self._note_failure(Failure(run.assignment.model, view.name, run.problem), now)
+                    self._note_failure(Failure(model, view.name, run.problem), now)
             if failed:
                 left = [one for id, one in wanted.items() if id not in failed]
                 self.told.want(view.name, left, dict.fromkeys(failed, "its engine has failed"))
-        self._born_s = {id: born_s for id, born_s in self._born_s.items() if id in seen}
-        self._loading &= seen
-
-    def _note_load(self, view: PoolView, run: PoolRun, now: float) -> None:
-        """How long an engine took from its assignment to its first token: the next one is expected to take the same."""
-        id = run.assignment.id
-        if id not in self._loading:
-            return
-        self._loading.discard(id)
-        took_s = max(0.1, now - run.age_s - self._born_s[id])
-        key = (run.assignment.model, view.gpu)
-        before_s = self._seen_loads_s.get(key, took_s)
-        self._seen_loads_s[key] = before_s + LOAD_WEIGHT * (took_s - before_s)
-        metrics.LOADS.of(run.assignment.model).observe(took_s)
 
     def _note_failure(self, failure: Failure, now: float) -> None:
         waits_s = self.memory.failed(failed_key(failure.model, failure.pool), self._settings.failed_wait_s, now)
@@ -406,38 +336,6 @@ class Placer:
         self.told.reset(answer)
         self._news = True
 
-    # -- launchers -----------------------------------------------------------------------------------------------
-
-    async def _wish(self, views: Sequence[PoolView], now: float) -> None:
-        """Asks for more pools, or fewer, when that is something new; and now and then again."""
-        empty = {view.name for view in views if not view.report.runs}
-        self._empty_since_s = {name: self._empty_since_s.get(name, now) for name in empty}
-        decision = self._decision
-        if decision is None or not self._file.launchables or self._file.mode is not Mode.AUTOMATIC:
-            return
-        empty_s = {name: now - since_s for name, since_s in self._empty_since_s.items()}
-        again = now - self._asked_at_s > WISH_AGAIN_S
-        for wish in wishes(
-            self._file.launchables,
-            views,
-            self._file.models,
-            decision.options.feasible,
-            decision.placement.missing,
-            empty_s,
-            self._asked,
-        ):
-            name = wish.launchable.name
-            if not again and self._asked.get(name) == wish.count:
-                continue
-            if not await self.lease.beat():
-                return
-            problem = await self._launchers[wish.launchable.launcher].scale(wish.launchable, wish.count, wish.why)
-            self._asked[name] = wish.count
-            tell = log.error if problem else log.info
-            tell("placer.wish", launchable=name, count=wish.count, why=wish.why, problem=problem)
-        if again:
-            self._asked_at_s = now
-
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def _plan_is_due(self, now: float) -> bool:
@@ -462,16 +360,16 @@ class Placer:
         return Situation(
             self._file,
             views,
-            self._usage,
-            self._usage_known,
+            self.demand.usage,
+            self.demand.known,
             {model: count for model, count in others.items() if count},
             {session: status.in_flight for session, status in statuses.items() if status is not None},
             self.memory.moves_last_hour(now),
             self.memory.failed_for_s(now),
             self.memory.warm,
-            self._past.prewarm(self._loads_s, time.time()),
-            {id: now - born_s for id, born_s in self._born_s.items()},
-            self._seen_loads_s,
+            self.demand.prewarm(self._loads_s),
+            self.loads.ages_s(now),
+            self.loads.seen_s,
             self.memory.turns(now),
         )
 
@@ -501,7 +399,7 @@ class Placer:
     def _take(self, decision: Decision, *, automatic: bool) -> None:
         """The plan is the last one now: to be done, to be looked at, or nothing at all."""
         before, plan = self.memory.plan, decision.plan
-        same = before is not None and _content(before.actions) == _content(plan.actions)
+        same = before is not None and content(before.actions) == content(plan.actions)
         if before is not None and same and before.state is PlanState.PROPOSED and not automatic:
             self.memory.plan = replace(before, models=self._words, held=list(plan.held))
             return
@@ -604,26 +502,13 @@ class Placer:
             return f"plan {request.generation} is stale: the last one is {plan.generation}; see `serai place diff`"
         if self._decision is None:
             return "it has just taken over; the plan is made anew within seconds"
-        if gone := self._gone(plan.actions):
+        if why := gone(plan.actions, self.pools.views(time.monotonic())):
             self._news = True
             self.memory.plan = replace(plan, state=PlanState.REPLACED)
-            return f"plan {plan.generation} is stale: {gone}; it is made anew"
+            return f"plan {plan.generation} is stale: {why}; it is made anew"
         log.info("placer.applied", generation=plan.generation)
         self.memory.plan = replace(plan, state=PlanState.APPLYING)
         self._begin(self.memory.plan)
-        return ""
-
-    def _gone(self, actions: Sequence[PlanAction]) -> str:
-        """What the plan is about and is not there any more; empty = all is."""
-        views = {view.name: view for view in self.pools.views(time.monotonic())}
-        runs = {run.assignment.id: run for view in views.values() for run in view.report.runs}
-        for one in actions:
-            if one.pool not in views:
-                return f"pool {one.pool} has gone"
-            if one.kind is not ActionKind.START:
-                run = runs.get(one.assignment.id)
-                if run is None or run.state in (RunState.DRAINING, RunState.FAILED):
-                    return f"{one.assignment.model} on {one.pool} has gone (session {one.session or one.assignment.id})"
         return ""
 
     def word(self) -> PlacementWord:
@@ -649,13 +534,3 @@ class Placer:
             self._bus.publish(message.reply, encode(word))
         except BusError as error:
             log.warning("placer.not_answered", error=str(error))
-
-
-def _content(actions: Sequence[PlanAction]) -> set[tuple[object, ...]]:
-    """What a plan does, whatever its steps are called."""
-    found: set[tuple[object, ...]] = set()
-    for place, action in enumerate(one for one in actions if one.kind is not ActionKind.KEEP):
-        one = action.assignment
-        name = place if action.kind is ActionKind.START else one.id
-        found.add((action.kind, action.pool, one.model, one.tensor, one.pipeline, one.data, one.quantization, name))
-    return found
