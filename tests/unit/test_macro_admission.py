@@ -202,7 +202,7 @@ def test_a_target_that_a_single_stream_misses_is_no_case_for_windows() -> None:
     found = view()
     assert found.choose_mode(0.1) is GateMode.PADG
     assert found.choose_mode(0.04) is GateMode.ORDINARY
-    assert found.choose_mode(0.052) is GateMode.ORDINARY  # not before there is some room again
+    assert found.choose_mode(0.048) is GateMode.ORDINARY  # not before there is some room again
     assert found.choose_mode(0.06) is GateMode.PADG
 
 

@@ -175,8 +175,10 @@ class AuthorCode:
 
 _GROWTH_TOKENS = 64
 _PATIENCE = 0.8
-"""Of the TTFT target: while more is left, a request that fits nowhere waits for an instance that turns out better than
-predicted. Then it goes where it costs least, for there the gate knows best whom to leave out."""
+_SPARE = 0.2
+"""Of the TTFT target. While more than the first is left, and more than the second beside its prefill, a request that
+fits nowhere waits for an instance that turns out better than predicted. Then it goes where it costs least, for there
+the gate knows best whom to leave out."""
 
 
 class Serai:
@@ -194,7 +196,9 @@ class Serai:
         step_s = instance.decode_s()
         cost = finish_s + step_s
         figures = (("finished in", finish_s), ("left", left_s), ("decode step", step_s))
-        if finish_s > left_s and (prefill_s > left_s or left_s > _PATIENCE * request.slo_ttft_s):
+        spare_s = left_s - prefill_s - 2 * step_s
+        may_wait = left_s > _PATIENCE * request.slo_ttft_s and spare_s > _SPARE * request.slo_ttft_s
+        if finish_s > left_s and (prefill_s > left_s or may_wait):
             return Verdict(instance.session, False, "ttft", figures, cost)
         left = instance.kv_tokens_left()
         if kv_tokens(request.ask) > left:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from serai.contracts.admission import GateMode, InstanceReport, Lease, Spread
 
 _TYPICAL_TOKENS = 512
-_BACK_SHARE = 0.9
+_OUT_SHARE = 1.1
+_BACK_SHARE = 1.0
 
 
 class StepPredictor(NamedTuple):
@@ -79,7 +80,7 @@ class InstanceView:
         alone_s = self.predict.decode_s(1, _TYPICAL_TOKENS)
         if report is not None and report.step_s and report.decoding.count == 1:
             alone_s = report.step_s
-        if alone_s > slo_tpot_s:
+        if alone_s > _OUT_SHARE * slo_tpot_s:
             self.mode = GateMode.ORDINARY
         elif alone_s < _BACK_SHARE * slo_tpot_s:
             self.mode = GateMode.PADG

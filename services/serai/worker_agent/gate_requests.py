@@ -31,6 +31,7 @@ class GateRequest:
 
     __slots__ = (
         "deadline_s",
+        "displaces",
         "first_s",
         "key",
         "lease",
@@ -57,6 +58,8 @@ class GateRequest:
         self.offered_s = offered_s
         self.deadline_s = deadline_s
         """Until when it should decode."""
+        self.displaces = False
+        """Whether, by prediction, more requests that are still to come would miss theirs if it went by its deadline."""
         self.slo_tpot_s = 0.0
         """0: it has no target, or none that holds."""
         self.window = 0

@@ -68,6 +68,8 @@ _LOST_TARGETS = 10
 
 
 _LEAST_GAIN = 0.05
+_MIXED_TARGETS = 2.0
+"""Longest step that mixes in ORDINARY mode, in TPOT targets."""
 _NONE = Spread(0)
 
 
@@ -107,6 +109,8 @@ class PhaseGate:
         self._prefilling = False
         self._decoded_s = 0.0
         """When the last decode step ended."""
+        self._offered_s, self._gap_s = 0.0, 1.0
+        """When the last request came, and the running mean of the time between two."""
         self._token_s = 0.0
         """Running mean of the time between two tokens of a stream."""
         self._stall_s = 0.0
@@ -165,6 +169,8 @@ class PhaseGate:
         request = self._made(key, prompt_tokens, lease, now_s)
         if self._mode is GateMode.ORDINARY:
             return [*self._ordinary_turn(), self._release(request)]
+        if request.displaces and was_busy:
+            request.slo_tpot_s = 0.0
         if request.slo_tpot_s:
             self._waiting.add(request)
         else:
@@ -175,7 +181,12 @@ class PhaseGate:
         settings = self._settings
         ttft_s = lease.slo_ttft_s if lease is not None and lease.slo_ttft_s > 0 else settings.slo_ttft_s
         self._numbered += 1
+        self._gap_s += 0.05 * (min(10.0, now_s - self._offered_s) - self._gap_s)
+        self._offered_s = now_s
         request = GateRequest(key, self._numbered, max(1, prompt_tokens), lease, now_s, now_s + ttft_s)
+        # Who comes while it is prefilled waits for half of it, on average; of these about one in S_TTFT / that misses.
+        prefill_s = self._times.prefill_s(request.prompt_tokens)
+        request.displaces = prefill_s * prefill_s > 2 * ttft_s * max(self._gap_s, 1e-3)
         if lease is None or not lease.best_effort:
             given_s = lease.slo_tpot_s if lease is not None else 0.0
             request.slo_tpot_s = given_s if given_s > 0 else settings.slo_tpot_s
@@ -417,6 +428,7 @@ class PhaseGate:
             entering=len(self._entering),
             entering_deadline_s=entering_s,
             harm=self._harm,
+            gain=1.0 - max(self._token_s, self._times.decode_s) / self._slo_tpot_s,
             requests=max(1, line.in_time + len(self._released)),
         )
         return choose(at, self._times, self._rule)
@@ -477,7 +489,12 @@ class PhaseGate:
         return Release(request.key)
 
     def _ordinary_turn(self) -> list[GateEffect]:
-        turn = Turn(self._settings.ordinary_position, self._settings.ordinary_tokens_max)
+        settings = self._settings
+        turn = Turn(settings.ordinary_position, settings.ordinary_tokens_max)
+        most = settings.ordinary_tokens_max
+        # A step that mixes must not last much longer than a token may: then prompts are better done with in one go.
+        if most is not None and self._times.mixed_s(most) > _MIXED_TARGETS * settings.slo_tpot_s:
+            turn = Turn(Position.PREFILL)
         if turn == self._turned:
             return []
         self._turned = turn

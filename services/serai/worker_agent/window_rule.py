@@ -32,9 +32,11 @@ class WindowSettings:
     harm_free: float = 0.01
     """Expected misses of TPOT targets, for each request that is served by them, that do not matter: the share that may
     miss. A low quantile of slack says whether somebody will be behind; this, whether he is likely to stay so."""
-    harm_max: float = 0.1
-    """Expected misses of TPOT targets that a met TTFT target is worth. Far below 1, since who is behind stays behind
-    while others press, which the expectation does not know."""
+    harm_max: float = 1.0
+    """Expected misses of TPOT targets that a met TTFT target is worth, where tokens come at half their target's time or
+    less. Where they come as slowly as they may, it is `harm_max_full`, since there who is behind stays behind; and in
+    between, in between."""
+    harm_max_full: float = 0.1
     harm_max_tight: float = 1.0
     """The same where an instance with a single stream is hardly faster than the TPOT target (`tight_share` of it):
     there slack never comes, and every window is taken from somebody."""
@@ -65,6 +67,8 @@ class Situation(NamedTuple):
     entering_deadline_s: float
     harm: Callable[[float, int], float] = lambda stall_s, others: 0.0
     """How many targets a stall of so many seconds costs, expected: who decodes, and so many others without slack."""
+    gain: float = 1.0
+    """By which share of its target a token has lately come earlier; 0: tokens come as slowly as they may."""
     requests: int = 1
     """Who waits, and whose deadline can be met."""
 
@@ -85,6 +89,10 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
     mixed = _mixed_tokens(at, times, rule, most) if rule.cuts_prompts else 0
     alone = _alone_tokens(at, times, rule, most)
     enough = min(most, times.worth_tokens() if rule.cuts_prompts else at.head_tokens)
+    if max(mixed, alone) < min(at.head_tokens, most) and _pressed(at, times, rule):
+        urgent = _urgent_tokens(at, times, rule, most)
+        if urgent:
+            return urgent
     if mixed >= enough and mixed >= alone:
         return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
     if alone >= enough:
@@ -98,6 +106,18 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
     if urgent:
         return urgent
     return Choice(Position.DECODE, 0, "slack is too little")
+
+
+def _tight(at: Situation, times: StepTimes, rule: WindowSettings) -> bool:
+    return times.prefill_s(1) > rule.tight_share * at.slo_tpot_s
+
+
+def _pressed(at: Situation, times: StepTimes, rule: WindowSettings) -> bool:
+    """Whether the first in turn misses its deadline at the pace that slack allows. Where no slack ever comes there is
+    no such pace, and it is when it must begin at the latest."""
+    pace = 1.0 if _tight(at, times, rule) else max(0.2, 1.0 - times.decode_s / at.slo_tpot_s)
+    needs_s = times.prefill_s(at.head_tokens) / pace + 2 * times.decode_s
+    return min(at.deadline_s, at.entering_deadline_s) - at.now_s < needs_s
 
 
 def _harm_beside(at: Situation, times: StepTimes, tokens: int) -> float:
@@ -134,8 +154,11 @@ def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: 
     """What slack does not allow and a deadline asks for, if less is lost by it than by the miss: one long window for as
     many as it can serve, else the first of them beside decoding."""
     until_s = min(at.deadline_s, at.entering_deadline_s) - at.now_s
-    tight = times.prefill_s(1) > rule.tight_share * at.slo_tpot_s
-    harm_max = rule.harm_max_tight if tight else rule.harm_max
+    harm_max = (
+        rule.harm_max_tight
+        if _tight(at, times, rule)
+        else max(rule.harm_max_full, rule.harm_max * min(1.0, 2 * at.gain))
+    )
     window = times.tokens_within(until_s - times.decode_s, most)
     window_s = times.prefill_s(window)
     if window and until_s < window_s + 3 * times.decode_s:
@@ -144,7 +167,7 @@ def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: 
         if at.harm(window_s, 0) < harm_max * _served(at, window):
             return Choice(Position.PREFILL, window, "deadlines are near")
     head = min(at.head_tokens, most)
-    if until_s > times.prefill_s(head) + 2 * times.decode_s:
+    if not _pressed(at, times, rule):
         return None
     if _harm_beside(at, times, head) < harm_max * _served(at, head):
         return Choice(Position.MIXED, head, "its deadline is near")
