@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serai.engine_emulator.batching.engine import BatchEngine, TooLong
 from serai.engine_emulator.batching.sequence import Place, Sequence
-from serai.engine_emulator.batching.settings import BadBatchSettings, BatchMode, BatchSettings
+from serai.engine_emulator.batching.settings import BadBatchSettings, BatchMode, BatchSettings, Phase
 from serai.engine_emulator.batching.steps import RunningStep, StepOutcome
 from serai.performance.latency_model import Step
 
@@ -670,3 +670,34 @@ class Run:
             # First come, first served: scheduled in the order of submission, but for those that need no prefill.
             order = [one.scheduled_at_s for one in self.all if one.scheduled_at_s is not None and not one.prefilled]
             assert order == sorted(order)
+
+
+# The third position
+
+
+def test_a_mixed_phase_shares_steps_and_its_budget_cuts_prompts() -> None:
+    engine = engine_with(mode=BatchMode.PHASE_GATED, kv_tokens=640)
+    a, b = sequence(10, 9), sequence(50, 3)
+    engine.submit(a, 0.0)
+    next(steps(engine))
+    engine.submit(b, 0.0)
+    engine.phase, engine.prompt_tokens_max = Phase.MIXED, 20
+    found = list(itertools.islice(steps(engine), 3))
+    assert [step.kind for step in found] == ["mixed"] * 3
+    assert [step.prefilled for step in found] == [[(b, 20)], [(b, 20)], [(b, 10)]]
+
+
+def test_a_prompt_that_was_cut_goes_on_in_every_phase_with_the_blocks_it_needs() -> None:
+    engine = engine_with(mode=BatchMode.PHASE_GATED, kv_tokens=640)
+    a, b = sequence(10, 30), sequence(100, 3)
+    engine.submit(a, 0.0)
+    next(steps(engine))
+    engine.submit(b, 0.0)
+    engine.phase, engine.prompt_tokens_max = Phase.MIXED, 20
+    next(steps(engine))
+    engine.phase = Phase.DECODE
+    assert next(steps(engine)).kind == "decode"
+    engine.phase, engine.prompt_tokens_max = Phase.PREFILL, None
+    assert next(steps(engine)).prefilled == [(b, 80)]
+    list(steps(engine))
+    assert (engine.kv_tokens_used, engine.produced(a), engine.produced(b)) == (0, 30, 3)
