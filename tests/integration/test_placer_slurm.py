@@ -79,6 +79,9 @@ def test_a_model_without_gpus_gets_a_job_with_a_pool_agent(small_system: System)
         assert '"launchable":"pool-h100","count":1' in placer.log
         assert "launcher.scaled" in launcher.log
     finally:
+        for process in small_system.processes:
+            if process.name in ("launcher", "placer"):
+                process.kill()  # Or they would replace the jobs that are ended here.
         for job in jobs(folder):
             if job["state"] in ("PENDING", "RUNNING") and "runner" in job:
                 os.kill(job["runner"], signal.SIGTERM)
