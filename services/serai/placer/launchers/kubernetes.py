@@ -1,5 +1,5 @@
-"""Kubernetes, by `kubectl scale`: a workload whose pods are pool agents (`serai agent --pool`). Which pods end when there
-are too many, Kubernetes chooses; so it is asked for fewer only when none of them runs an engine (`wishes`).
+"""Kubernetes, by `kubectl scale`: a workload whose pods are pool agents (`serai agent --pool`). Which pods end when
+there are too many, Kubernetes chooses; so it is asked for fewer only when none of them runs an engine (`wishes`).
 """
 
 from __future__ import annotations
