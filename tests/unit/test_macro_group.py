@@ -122,6 +122,14 @@ def test_a_refused_lease_is_given_back_and_goes_elsewhere() -> None:
     assert not stand.group.views[first].leases
 
 
+def test_who_refused_the_promise_may_serve_it_late() -> None:
+    stand = Stand(("a",))
+    stand.ask("r")
+    late = stand.ask("r", excluded=["a"])
+    assert (late.decision, late.session) == (Decision.BEST_EFFORT, "a")
+    assert stand.ask("s", excluded=["a"], best_effort=False).decision is not Decision.BEST_EFFORT
+
+
 def test_a_withdrawn_request_gives_its_lease_back() -> None:
     stand = Stand(("a",))
     stand.ask("r")

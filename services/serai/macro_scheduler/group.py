@@ -164,6 +164,8 @@ class Group:
         self.last_refusal = ""
         self._leased: dict[str, tuple[str, int]] = {}
         """Session and sequence of leases that are not acknowledged, by request."""
+        self._declined: dict[str, set[str]] = {}
+        """Who refused a request's lease."""
         self._now_s = -inf
 
     def handle(self, event: GroupEvent, now_s: float) -> Sequence[GroupEffect]:
@@ -256,6 +258,7 @@ class Group:
     def _asked(self, ask: AdmissionAsk, to: object, now_s: float) -> Sequence[GroupEffect]:
         if ask.request_id in self.pending:
             return [Answer(AdmissionAnswer(ask.request_id, Decision.WAIT), to, final=False)]
+        self._note_decline(ask)
         self._give_back(ask.request_id)
         why = self._wrong(ask)
         if why:
@@ -268,6 +271,14 @@ class Group:
         if answer is not None:
             return [answer]
         return self._kept(request, to, verdicts, now_s)
+
+    def _note_decline(self, ask: AdmissionAsk) -> None:
+        """It had a lease on a session that it excludes now: that instance could not keep the promise. Late, it can."""
+        session = self._leased.get(ask.request_id, ("", 0))[0]
+        if session in ask.excluded:
+            self._declined.setdefault(ask.request_id, set()).add(session)
+            if len(self._declined) > _REFUSED_MAX:
+                del self._declined[next(iter(self._declined))]
 
     def _wrong(self, ask: AdmissionAsk) -> str:
         """Why nobody can ever serve it; empty: somebody may."""
@@ -360,7 +371,9 @@ class Group:
         why = f"its first decode step cannot come within the {left_s:.2f} s that are left"
         if not request.ask.best_effort:
             return self._refuse(request.ask, to, why, self._retry_after_s(), now_s)
-        open_to = [v for v in self.views.values() if v.epoch and v.session not in request.ask.excluded]
+        # Who refused the promise takes it without one.
+        closed = set(request.ask.excluded) - self._declined.pop(request.ask.request_id, set())
+        open_to = [view for view in self.views.values() if view.epoch and view.session not in closed]
         if not open_to:
             why = "no instance that serves this model may take it"
             return self._refuse(request.ask, to, why, self._retry_after_s(), now_s)
