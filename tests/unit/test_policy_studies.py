@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serai.bench.simulate import never_worse
+from serai.bench.simulate.ablation import relative_figures, variants
 from serai.bench.simulate.goodput import lost_share, paper_table, ratio_figures, slice_rows
 from serai.bench.simulate.never_worse import gap_of, sample
+from serai.bench.simulate.scaling import grown
 from serai.bench.simulate.staleness import loss_figures
 from serai.bench.simulate.study import runs as study_runs
 from serai.bench.simulate.study.cells import (
@@ -171,6 +173,25 @@ def test_disaggregated_systems_get_the_ratios_nearest_to_balance() -> None:
     assert len(prefills) == 3
     assert 0 < decode_share(L20) < decode_share(A800) < 1
     assert prefills[0] <= (1 - decode_share(A800)) * 8 <= prefills[-1]
+
+
+def test_a_variant_is_told_beside_its_whole_policy() -> None:
+    table = {
+        (A800, name): {level: goodput(rate) for level in LEVELS}
+        for name, rate in (("paper", 50.0), ("paper_random_next", 40.0), ("serai", 60.0), ("serai_median_slack", None))
+    }
+    figures = relative_figures(table, [A800], [name for _, name in table])
+    assert figures["paper_random_next_over_paper_p90"] == 0.8
+    assert figures["serai_median_slack_over_serai_p99"] == 0
+    assert "serai" in variants(quick=True)
+    assert {"paper_interval_25", "paper_interval_100"} <= set(variants(quick=False)) - set(variants(quick=True))
+
+
+def test_growth_is_goodput_over_that_of_few_instances() -> None:
+    table = {("m", "serai", count): {0.9: goodput(rate)} for count, rate in ((1, 5.0), (2, None), (4, 27.0))}
+    assert grown(table, "m", "serai", 1, 4, 0.9) == 5.4
+    assert grown(table, "m", "serai", 1, 2, 0.9) == 0
+    assert math.isnan(grown(table, "m", "serai", 2, 4, 0.9))
 
 
 # Cells
