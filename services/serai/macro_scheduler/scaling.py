@@ -12,8 +12,8 @@ Two rules, by name:
 Both look every 5 s at the last 30 s. After a change nothing is asked for until an instance could have started, since
 what is seen until then is the same shortage; but `serai` asks for as many as the utilisation says are missing, up to
 four at once, and for more of them while others start. The utilisation of an instance is what PaDG's windows are made
-of: the share of time that prefills take, and the share that decoding must have lest TPOT is missed, step time ÷ S_TPOT; or
-the share of its KV cache that is in use, if that is more.
+of: the share of time that prefills take, and the share that decoding must have lest TPOT is missed, step time ÷
+S_TPOT; or the share of its KV cache that is in use, if that is more.
 """
 
 from __future__ import annotations
