@@ -267,7 +267,7 @@ def _as_measured(measured: Measured, predicted: Capacity | str) -> Capacity:
 
 
 def _traffic(demand: ModelDemand) -> Traffic:
-    """Rounded to three digits: a plan a minute later, of about the same traffic, finds what was worked out before."""
+    """Rounded to four digits: a plan a minute later, of about the same traffic, finds what was worked out before."""
     return Traffic(
         _rounded_spread(demand.prompt),
         _rounded_spread(demand.output),
@@ -283,7 +283,7 @@ def _rounded_spread(spread: LengthSpread) -> LengthSpread:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+    return float(f"{value:.4g}")
 
 
 _Instance = RooflineModel | CrossingNodes
