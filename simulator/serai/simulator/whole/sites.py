@@ -25,6 +25,8 @@ class SimulatedSite(SimulatedSystem):
         self.network, self.trace = world.network, world.trace
         self.nats = SimulatedNats(world.loop, world.seed, name=f"nats-{scene.site}")
         self.registry = Node(self, f"{scene.site}-registry", self._registry)
+        macro_schedulers = range(scene.macro_schedulers)
+        self.macro_schedulers = [Node(self, f"{scene.site}-macro-{n}", self._macro) for n in macro_schedulers]
         self.ingresses = [Node(self, f"{scene.site}-ingress-{n}", self._ingress) for n in range(scene.ingresses)]
         self.agents = [Node(self, f"{scene.site}-agent-{n}", self._agent) for n in range(scene.agents)]
 
