@@ -22,7 +22,7 @@ class Agent:
         self.pool = FakePool()
         outbox, tracing = Outbox(cast(Any, self.bus)), Tracing("test", None, 0.0)
         self.desk = Desk(cast(Any, self.pool), outbox, DeskLimits(), tracing, {})
-        self.readers = Readers(cast(Any, self.bus), self.desk)
+        self.readers = Readers(cast(Any, self.bus), self.desk, "s1")
 
     def request(self, ingress: str, stream: int) -> None:
         asked = InferenceRequest("r", "/v1/completions", 0, 0, 65536, 60.0)

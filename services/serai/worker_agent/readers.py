@@ -22,17 +22,13 @@ from serai.worker_agent.exchange import Exchange
 log = structlog.get_logger()
 
 
-_instances = itertools.count(1)
-"""Several sessions may share a connection."""
-
-
 class Readers:
-    """Asks after the ingresses whose requests are on `desk`."""
+    """Asks after the ingresses whose requests are on the `desk` of `session`: several may share a connection."""
 
-    def __init__(self, bus: Bus, desk: Desk) -> None:
+    def __init__(self, bus: Bus, desk: Desk, session: str) -> None:
         self._bus = bus
         self._desk = desk
-        self._prefix = f"{bus.inbox_prefix}.reader.{next(_instances)}"
+        self._prefix = f"{bus.inbox_prefix}.reader.{session}"
         self._numbers: dict[str, int] = {}
         """Of ingresses that were asked after, by their inboxes."""
         self._fresh = itertools.count(1)

@@ -242,7 +242,7 @@ class Session:
             reports,
             prefill_s_per_token=settings.prefill_s_per_token or None,
         )
-        self._readers = Readers(self._bus, desk)
+        self._readers = Readers(self._bus, desk, self.record.session)
         await reports.ask()
         self.presence.note(replace(self.record.metadata, kv_tokens_max=reports.load.kv_tokens_max or 0))
         session = self.record.session
