@@ -80,6 +80,15 @@ def test_every_seed_is_asked_where_a_level_turns_and_only_there() -> None:
     assert {rate for rate, count in seeds.items() if count == 3} == {45, 47.5}
 
 
+def test_a_turn_that_other_seeds_move_is_looked_for_again() -> None:
+    scan = RisingScan(ScanPlan(RATES, (1, 2, 3)))
+    while asks := scan.wanted():
+        for rate, seed in asks:
+            scan.learn(rate, seed, 1.0 if rate <= (57 if seed == 1 else 43) else 0.2)
+    found = scan.results()[0.9]
+    assert (found.highest_held_per_s, found.lowest_failing_per_s) == (42.5, 45)
+
+
 def test_a_rate_that_fails_below_one_that_holds_is_told() -> None:
     def dented(rate: float) -> float:
         return 0.85 if rate in (20, 30) else falling(55)(rate)

@@ -44,7 +44,7 @@ class RisingScan:
         self._known: dict[float, dict[int, float]] = {}
         self._asked: set[Ask] = set()
         self._grid_left = list(plan.rates)
-        self._rounds_left = plan.rounds
+        self._rounds_left = self._late_rounds_left = plan.rounds
 
     def wanted(self) -> list[Ask]:
         """What to run now: asked once, so whoever takes it must answer. Empty while answers are awaited, and at the
@@ -88,17 +88,34 @@ class RisingScan:
             between = self._between()
             if between:
                 return [(rate, first) for rate in between]
-        return self._unsure()
+        unsure = self._unsure()
+        if unsure or len(self._plan.seeds) == 1:
+            return unsure
+        # Other seeds may have moved a turn into a gap that the first one left wide.
+        while self._late_rounds_left:
+            self._late_rounds_left -= 1
+            between = self._between(self._finest)
+            if between:
+                return [(rate, seed) for rate in between for seed in self._plan.seeds]
+        return []
 
     def _failed_for_good(self) -> bool:
         lowest = min(self._plan.levels)
         last = [point.attainment for point in self.curve][-self._plan.give_up :]
         return len(last) == self._plan.give_up and all(value < lowest for value in last)
 
-    def _between(self) -> list[float]:
+    @property
+    def _finest(self) -> float:
+        """How near rates are where the first seed turned, and a little more."""
+        steps = [high - low for low, high in pairwise(self._plan.rates)]
+        return 1.01 * min(steps, default=0.0) / 2**self._plan.rounds
+
+    def _between(self, width: float = 0.0) -> list[float]:
+        """The middles of gaps that turn and are wider than `width`."""
         found = []
         for low, high in pairwise(self.curve):
-            if self._turns(low, high) and high.rate_per_s - low.rate_per_s > self._plan.narrow * high.rate_per_s:
+            gap = high.rate_per_s - low.rate_per_s
+            if self._turns(low, high) and gap > max(width, self._plan.narrow * high.rate_per_s):
                 found.append(float(f"{(low.rate_per_s + high.rate_per_s) / 2:.4g}"))
         return [rate for rate in found if rate not in self._known]
 
