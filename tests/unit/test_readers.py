@@ -17,12 +17,12 @@ from unit.fakes import FakeBus, FakePool
 
 
 class Agent:
-    def __init__(self) -> None:
+    def __init__(self, session: str = "s1") -> None:
         self.bus = FakeBus()
         self.pool = FakePool()
         outbox, tracing = Outbox(cast(Any, self.bus)), Tracing("test", None, 0.0)
         self.desk = Desk(cast(Any, self.pool), outbox, DeskLimits(), tracing, {})
-        self.readers = Readers(cast(Any, self.bus), self.desk, "s1")
+        self.readers = Readers(cast(Any, self.bus), self.desk, session)
 
     def request(self, ingress: str, stream: int) -> None:
         asked = InferenceRequest("r", "/v1/completions", 0, 0, 65536, 60.0)
@@ -61,10 +61,8 @@ def test_each_ingress_is_asked_after_once_with_a_reply_of_its_own(agent: Agent) 
     assert agent.questions() == questions
 
 
-def test_sessions_that_share_a_connection_do_not_hear_each_others_answers(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = Agent()
+def test_sessions_that_share_a_connection_do_not_hear_each_others_answers(agent: Agent) -> None:
+    other = Agent("s2")
     agent.request("a", 1)
     other.request("a", 1)
     assert agent.questions()["_INBOX_a"].rpartition(".")[0] != other.questions()["_INBOX_a"].rpartition(".")[0]
