@@ -108,7 +108,7 @@ class RisingScan:
     def _finest(self) -> float:
         """How near rates are where the first seed turned, and a little more."""
         steps = [high - low for low, high in pairwise(self._plan.rates)]
-        return 1.01 * min(steps, default=0.0) / 2**self._plan.rounds
+        return 1.01 * min(steps, default=0.0) / 2.0**self._plan.rounds
 
     def _between(self, width: float = 0.0) -> list[float]:
         """The middles of gaps that turn and are wider than `width`."""

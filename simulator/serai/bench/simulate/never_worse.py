@@ -52,6 +52,8 @@ from serai.simulator.reports.tables import write_table_csv
 _T = TypeVar("_T")
 ORDINARY = ("vllm", "sarathi")
 GOAL_POINTS = -1.0
+SERVED = 0.9
+"""Where an ordinary way attains that, it is no overload."""
 CELLS, QUICK_CELLS, CELLS_MAX = 315, 24, 20_000
 REQUESTS_MIN, QUICK_REQUESTS_MIN = 100, 100
 LOOK_AGAIN_POINTS = -0.5
@@ -216,7 +218,7 @@ def _report(gaps: Sequence[Gap], arguments: argparse.Namespace, seeds: Sequence[
     ranked = sorted(gaps, key=lambda gap: gap.points)
     system = arguments.system
     values = sorted(gap.points for gap in gaps)
-    figures = {
+    figures: dict[str, float] = {
         "worst_gap_points": values[0],
         "cells": len(gaps),
         "cells_worse_than_goal": sum(1 for value in values if value < GOAL_POINTS),
@@ -226,6 +228,9 @@ def _report(gaps: Sequence[Gap], arguments: argparse.Namespace, seeds: Sequence[
         "gap_points_median": values[(len(values) - 1) // 2],
         "gap_points_mean": fmean(values),
     }
+    served = [gap for gap in gaps if max(gap.attainment[name] for name in ORDINARY) >= SERVED]
+    figures["cells_served_well"] = len(served)
+    figures["worst_gap_points_served_well"] = min((gap.points for gap in served), default=math.nan)
     for axis_value, chosen in _by_axis(gaps).items():
         figures[f"worst_gap_points_{axis_value}"] = min(gap.points for gap in chosen)
     head = (f"worst of {len(gaps)}: attainment", system, *ORDINARY, "gap, points", "± error")
