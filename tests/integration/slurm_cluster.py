@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from serai.worker_agent.engine.process import free_port
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue")
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge"
 START_TIMEOUT_S = 20.0
+STATE_SAVED_S = 12.0
+"""A save of jobs may wait for so long."""
 COMMAND_TIMEOUT_S = 15.0
 KILL_WAIT_S = 10
 GRACE_S = 30
@@ -166,7 +169,14 @@ class SlurmCluster:
     # -- what befalls it -----------------------------------------------------------------------------------------
 
     def kill_controller(self) -> None:
-        """SIGKILL: it saves nothing more."""
+        """SIGKILL: it saves nothing more. Slurm saves what it knows of jobs some seconds late; those that it had not
+        saved it forgets, and ends. That is waited for, being no matter of ours."""
+        started = self.command("squeue", "--noheader", "--states=running", "--format=%S").split()
+        newest_s = max([datetime.fromisoformat(text).timestamp() for text in started], default=0.0)
+        saved = self._folder / "controller" / "job_state"
+        give_up_at_s = time.monotonic() + STATE_SAVED_S
+        while saved.stat().st_mtime < newest_s + 1 and time.monotonic() < give_up_at_s:
+            time.sleep(0.1)
         self._kill("slurmctld")
 
     def start_controller(self) -> None:
