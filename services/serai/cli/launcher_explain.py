@@ -9,9 +9,9 @@ import argparse
 
 import orjson
 
-from serai.cli.launcher_reader import ask_launcher
+from serai.cli.asking import ask
 from serai.cli.registry_reader import add_reader_arguments
-from serai.contracts.launcher import ExplainRequest
+from serai.contracts.launcher import ExplainRequest, LauncherWord
 from serai.contracts.subjects import LAUNCHER_EXPLAIN
 from serai.launcher.words import word_text
 
@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    word, code = ask_launcher("launcher explain", arguments, LAUNCHER_EXPLAIN, ExplainRequest(arguments.slot))
+    question = ExplainRequest(arguments.slot)
+    word, code = ask("launcher explain", "launcher", arguments, LAUNCHER_EXPLAIN, question, LauncherWord)
     if word is not None and not word.problem:
         print(orjson.dumps(word, option=orjson.OPT_INDENT_2).decode() if arguments.json else word_text(word))
     return code

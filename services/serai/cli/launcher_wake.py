@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from serai.cli.launcher_reader import ask_launcher
+from serai.cli.asking import ask
 from serai.cli.registry_reader import add_reader_arguments
-from serai.contracts.launcher import WakeRequest
+from serai.contracts.launcher import LauncherWord, WakeRequest
 from serai.contracts.subjects import LAUNCHER_WAKE
 
 
@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    word, code = ask_launcher("launcher wake", arguments, LAUNCHER_WAKE, WakeRequest(arguments.deployment))
+    question = WakeRequest(arguments.deployment)
+    word, code = ask("launcher wake", "launcher", arguments, LAUNCHER_WAKE, question, LauncherWord)
     if word is not None and not word.problem:
         print(f"site {word.site}: {arguments.deployment} is wanted again")
     return code

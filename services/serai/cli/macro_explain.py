@@ -12,14 +12,12 @@ import sys
 
 import orjson
 
-from serai.cli.registry_reader import DONE, NO_ANSWER, ReaderSettings, add_reader_arguments
+from serai.cli.asking import talk
+from serai.cli.registry_reader import add_reader_arguments
 from serai.contracts.admission import MacroExplainRequest, MacroWord
-from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.contracts.codec import decode, encode
 from serai.contracts.subjects import MACRO_EXPLAIN
-from serai.runtime.bus import BusError, NoResponders
 from serai.runtime.nats_bus import NatsBus
-from serai.runtime.settings import read_settings
-from serai.runtime.telemetry import set_up_logs
 
 TIMEOUT_S = 3.0
 WATCH_EVERY_S = 0.25
@@ -34,38 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = read_settings(ReaderSettings, arguments)
-    set_up_logs("tools", "error")
-    question = MacroExplainRequest(arguments.request, arguments.model)
+    question = encode(MacroExplainRequest(arguments.request, arguments.model))
 
-    async def ask(bus: NatsBus) -> list[str]:
-        message = await bus.request(MACRO_EXPLAIN.of_site(settings.site), encode(question), TIMEOUT_S)
-        return decode(MacroWord, message.data).lines
+    async def main(bus: NatsBus, site: str) -> None:
+        while True:
+            message = await bus.request(MACRO_EXPLAIN.of_site(site), question, TIMEOUT_S)
+            lines = decode(MacroWord, message.data).lines
+            if arguments.json:
+                print(orjson.dumps({"lines": lines}).decode(), flush=True)
+            else:
+                _show(lines, again=arguments.watch)
+            if not arguments.watch:
+                return
+            await asyncio.sleep(WATCH_EVERY_S)
 
-    async def talk() -> None:
-        bus = await NatsBus.connect(settings.nats, "tools")
-        try:
-            while True:
-                lines = await ask(bus)
-                if arguments.json:
-                    print(orjson.dumps({"lines": lines}).decode(), flush=True)
-                else:
-                    _show(lines, again=arguments.watch)
-                if not arguments.watch:
-                    return
-                await asyncio.sleep(WATCH_EVERY_S)
-        finally:
-            await bus.aclose()
-
-    try:
-        asyncio.run(talk())
-    except NoResponders:
-        sys.stderr.write(f"serai macro explain: no macro-scheduler runs for site {settings.site!r}\n")
-        return NO_ANSWER
-    except (BusError, MalformedMessage) as error:
-        sys.stderr.write(f"serai macro explain: {error}\n")
-        return NO_ANSWER
-    return DONE
+    return talk("macro explain", "macro-scheduler", arguments, main)
 
 
 def _show(lines: list[str], *, again: bool) -> None:

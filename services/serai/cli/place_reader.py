@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
-from serai.cli.registry_reader import DONE, NO_ANSWER, NOT_FOUND, ReaderSettings
-from serai.contracts.codec import MalformedMessage, decode, encode
+from serai.cli.asking import TIMEOUT_S, ask
 from serai.contracts.placement import ActionKind, KeptPlan, ModelWord, PlacementWord, PlanAction
 from serai.contracts.subjects import Subject
-from serai.runtime.bus import BusError, NoResponders
-from serai.runtime.nats_bus import NatsBus
-from serai.runtime.settings import read_settings
-from serai.runtime.telemetry import set_up_logs
 
 Question = TypeVar("Question")
 
-TIMEOUT_S = 5.0
 ANEW_TIMEOUT_S = 90.0
 """A plan may take the solver a while."""
 
@@ -28,30 +20,8 @@ def ask_placer(
     tool: str, arguments: argparse.Namespace, subject: Subject[Question], question: Question, *, slow: bool = False
 ) -> tuple[PlacementWord | None, int]:
     """The answer, when there is one, and the tool's exit code."""
-    settings = read_settings(ReaderSettings, arguments)
-    set_up_logs("tools", "error")
-
-    async def asked() -> PlacementWord:
-        bus = await NatsBus.connect(settings.nats, "tools")
-        try:
-            timeout_s = ANEW_TIMEOUT_S if slow else TIMEOUT_S
-            message = await bus.request(subject.of_site(settings.site), encode(question), timeout_s)
-            return decode(PlacementWord, message.data)
-        finally:
-            await bus.aclose()
-
-    try:
-        word = asyncio.run(asked())
-    except NoResponders:
-        sys.stderr.write(f"serai {tool}: no placer runs for site {settings.site!r}\n")
-        return None, NO_ANSWER
-    except (BusError, MalformedMessage) as error:
-        sys.stderr.write(f"serai {tool}: {error}\n")
-        return None, NO_ANSWER
-    if word.problem:
-        sys.stderr.write(f"serai {tool}: {word.problem}\n")
-        return word, NOT_FOUND
-    return word, DONE
+    timeout_s = ANEW_TIMEOUT_S if slow else TIMEOUT_S
+    return ask(tool, "placer", arguments, subject, question, PlacementWord, timeout_s)
 
 
 def header(word: PlacementWord) -> str:
