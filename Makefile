@@ -57,13 +57,15 @@ unit: setup
 	$(BIN)/pytest tests/unit tests/golden
 
 simulation: setup
-	$(BIN)/pytest tests/simulation
+	$(BIN)/pytest -n 2 --dist worksteal tests/simulation
 
 simulate: setup
 	$(BIN)/serai simulate faults $(if $(SEED),--seed $(SEED))
 
+# Most of them wait most of the time, so they run side by side; those that measure come last, one after the other.
 integration: setup
-	$(BIN)/pytest tests/integration -m "not slurm and not vllm"
+	$(BIN)/pytest -n 3 --dist worksteal tests/integration -m "not slurm and not vllm and not alone"
+	$(BIN)/pytest tests/integration -m "alone and not slurm and not vllm"
 
 # The clients live apart from us and from each other's kind: Python, Node.js (which comes as a wheel), schemathesis.
 clients: .clients/python/.installed .clients/node/.installed .clients/contract/.installed .clients/openai-python/.installed

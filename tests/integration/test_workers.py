@@ -33,7 +33,7 @@ def children(pid: int) -> set[int]:
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # Before it was opened, or between that and reading.
         return False
 
 

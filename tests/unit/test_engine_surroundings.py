@@ -24,7 +24,7 @@ from serai.worker_agent.engine.environment import engine_environment
 from serai.worker_agent.engine.gpu_memory import Held, held_in
 from serai.worker_agent.engine.interfaces import address_of
 from serai.worker_agent.engine.listeners import Listener, listener_on, listening_on, ports_of, whose
-from serai.worker_agent.engine.ports import HeldPort
+from serai.worker_agent.engine.ports import PORT_RANGE, HeldPort, free_port, port_range
 from serai.worker_agent.engine.process import EngineProcess
 from serai.worker_agent.engine.process_table import MARK, identity_of
 
@@ -61,6 +61,21 @@ def test_h21_a_held_port_is_the_engine_s_and_nobody_else_s(option: int, host: st
         held.release()
         with socket.create_connection(("127.0.0.1", held.number), 5):
             engine.accept()[0].close()
+
+
+def test_ports_may_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert port_range(None) == port_range("") == PORT_RANGE
+    assert port_range("24000-24999") == range(24000, 25000)
+    monkeypatch.setenv("SERAI_PORTS", "24000-24999")
+    handed_out = [free_port() for _ in range(50)]
+    assert all(port in range(24000, 25000) for port in handed_out)
+    assert len(set(handed_out)) == 50, "none twice before it could be bound"
+
+
+@pytest.mark.parametrize("told", ["24000", "x-y", "80-90", "24000-23000", "24000-70000", "-5-7", "24000-"])
+def test_wrong_ports_are_refused(told: str) -> None:
+    with pytest.raises(ValueError, match=f"SERAI_PORTS={told}: write FIRST-LAST"):
+        port_range(told)
 
 
 def test_h21_ports_held_at_once_differ() -> None:
