@@ -7,20 +7,27 @@ import argparse
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 
+from serai.contracts.session_record import GpuDevice
 from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, INSTANCE, PROBE, SESSION, STATUS, TAKE
 from serai.runtime.nats_bus import NatsBus
-from serai.runtime.service import run_service, serve_metrics, watch_bus
+from serai.runtime.service import ServiceFailure, run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
 from serai.runtime.telemetry import set_up_logs, set_up_traces
 from serai.worker_agent.allocation import AllocationEnd
+from serai.worker_agent.command_line import parallelism_of
 from serai.worker_agent.engine.clearance import NodeClearance
 from serai.worker_agent.engine.kinds import engine_of
+from serai.worker_agent.engine.own_gpus import with_own_gpus
+from serai.worker_agent.gpu_shares import shares
 from serai.worker_agent.gpus import visible_gpus
 from serai.worker_agent.nodes import own_place, run_other_rank, starter_for
 from serai.worker_agent.pool_run import run_pool
 from serai.worker_agent.pool_settings import PoolSettings
 from serai.worker_agent.service import NodeAgent
+from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.side_by_side import SideBySide
 from serai.worker_agent.site_starter import starter_of
 
 
@@ -62,27 +69,37 @@ def run(arguments: argparse.Namespace) -> int:
                 watch_bus(bus.closed),
                 starter_for(settings, place, start_engine.address, start_engine) as starter,
             ):
-                gpus = await visible_gpus()
-                agent = NodeAgent(
-                    settings,
-                    engine,
-                    command,
-                    bus,
-                    tracing,
-                    starter,
-                    connection=connection,
-                    gpus=gpus,
-                    clearance=NodeClearance(
-                        gpus, wait_s=settings.gpu_wait_s, borne_bytes=round(settings.gpu_others_gib * 2**30)
-                    ),
-                    allocation_end=AllocationEnd(total_s=settings.allocation_s),
-                )
-                await agent.run(stop, warned)
+                end = AllocationEnd(total_s=settings.allocation_s)
+                hosts = [
+                    NodeAgent(
+                        settings,
+                        engine,
+                        command,
+                        bus,
+                        tracing,
+                        with_own_gpus(start_engine, gpus) if gpus and settings.engines > 1 else starter,
+                        connection=connection,
+                        gpus=gpus,
+                        clearance=NodeClearance(gpus, wait_s=settings.gpu_wait_s, borne_bytes=settings.gpu_borne_bytes),
+                        allocation_end=end,
+                    )
+                    for gpus in await _shares(settings, command)
+                ]
+                await SideBySide(hosts, settings, bus, end).run(stop, warned)
         finally:
             await bus.aclose()
             tracing.close()
 
     return run_service("agent", main, {signal.SIGUSR1: warned.set})
+
+
+async def _shares(settings: AgentSettings, command: Sequence[str]) -> list[list[GpuDevice]]:
+    """The GPUs of each engine. Raises ServiceFailure."""
+    degrees = parallelism_of(command)
+    try:
+        return shares(await visible_gpus(), settings.engines, degrees.tensor * degrees.pipeline * degrees.data)
+    except ValueError as error:
+        raise ServiceFailure(str(error), exit_code=2) from error
 
 
 def main() -> int:

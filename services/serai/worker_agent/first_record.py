@@ -14,7 +14,12 @@ from serai.worker_agent.settings import AgentSettings
 
 
 def first_record(
-    settings: AgentSettings, engine_kind: str, command: Sequence[str], connection: str, gpus: Sequence[GpuDevice]
+    settings: AgentSettings,
+    engine_kind: str,
+    command: Sequence[str],
+    connection: str,
+    gpus: Sequence[GpuDevice],
+    allocation_ends_at: str = "",
 ) -> SessionRecord:
     """A new session's, under an id that was never used."""
     metadata = SessionMetadata(
@@ -24,6 +29,7 @@ def first_record(
         site=settings.site,
         provider=settings.provider,
         allocation=settings.allocation_name,
+        allocation_ends_at=allocation_ends_at,
         host=host_name(),
         concurrency_max=settings.concurrency_max,
         loading_phase=str(Phase.IMPORT),

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
 
 from serai.contracts.session_record import GpuDevice
 from serai.contracts.subjects import (
@@ -30,6 +29,7 @@ from serai.runtime.telemetry import Tracing, set_up_logs, set_up_traces
 from serai.worker_agent.allocation import AllocationEnd
 from serai.worker_agent.engine.clearance import Clearance, NodeClearance, NothingInTheWay
 from serai.worker_agent.engine.kinds import engine_of
+from serai.worker_agent.engine.own_gpus import with_own_gpus
 from serai.worker_agent.engine.process import LoopbackStarter
 from serai.worker_agent.gpus import visible_gpus
 from serai.worker_agent.pool import SAID_UUID, HostMaker, Pool
@@ -96,13 +96,10 @@ def _host_maker(
         settings: AgentSettings, template: Template, command: list[str], devices: Sequence[GpuDevice]
     ) -> NodeAgent:
         real = [device for device in devices if not device.uuid.startswith(SAID_UUID)]
-        # An engine without GPUs of its own must not take those of others.
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(device.uuid for device in real)}
-        starter = replace(at_site, variables=visible)
+        starter = with_own_gpus(at_site, real)
         clearance: Clearance = NothingInTheWay()
         if real:
-            borne_bytes = round(pool.gpu_others_gib * 2**30)
-            clearance = NodeClearance(real, wait_s=pool.gpu_wait_s, borne_bytes=borne_bytes)
+            clearance = NodeClearance(real, wait_s=pool.gpu_wait_s, borne_bytes=pool.gpu_borne_bytes)
         return NodeAgent(
             settings,
             engine_of(template.kind, command),

@@ -45,8 +45,8 @@ class PoolSettings(AgentSettings):
                 raise ValueError(f"{flag}: is for a pool agent; give --pool, too")
         if not self.pool:
             return
-        if self.engine_url or self.nodes:
-            raise ValueError("--pool: excludes --engine-url and --nodes; the placer says which engines run")
+        if self.engine_url or self.nodes or self.engines > 1:
+            raise ValueError("--pool: excludes --engine-url, --nodes and --engines; the placer says which engines run")
         if self.model:
             raise ValueError(f"--model {self.model!r}: a pool agent has none of its own; leave out --model or --pool")
         if self.pool_gpus and not _SAID_GPUS.fullmatch(self.pool_gpus):

@@ -18,7 +18,7 @@ from serai.runtime.metrics import Counts
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
 from serai.worker_agent.allocation import AllocationEnd
-from serai.worker_agent.drain_shell import Endings, Notice
+from serai.worker_agent.drain_shell import Notice
 from serai.worker_agent.engine.base import Engine
 from serai.worker_agent.engine.clearance import Clearance, NothingInTheWay
 from serai.worker_agent.engine.process import EngineStarter, start_on_loopback
@@ -26,6 +26,7 @@ from serai.worker_agent.engine_run import EngineFailed
 from serai.worker_agent.presence import Presence
 from serai.worker_agent.session import Session, Surroundings
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.side_by_side import SideBySide
 from serai.worker_agent.supervision import EngineEnd, GiveUp, Supervision, story_of
 
 log = structlog.get_logger()
@@ -76,24 +77,13 @@ class NodeAgent:
     async def run(self, stop: asyncio.Event, warned: asyncio.Event | None = None) -> None:
         """Serves until `stop`, until its time is up, or until the engine ends by itself. Raises ServiceFailure with the
         reason then. `warned`: the batch system says that the end is near."""
-        bus = self._surroundings.bus
-        bus.on_disconnect(lambda: self.session.on_disconnect())
-        bus.on_reconnect(lambda: self.session.on_reconnect())
-        async with asyncio.TaskGroup() as tasks:
-            endings = Endings(self._surroundings.settings, self._surroundings.allocation_end)
-            living = [
-                tasks.create_task(self._following_allocation()),
-                tasks.create_task(endings.watching(stop, warned or asyncio.Event())),
-            ]
-            try:
-                await self.host_sessions(endings.notice)
-            finally:
-                for task in living:
-                    task.cancel()
+        around = self._surroundings
+        await SideBySide([self], around.settings, around.bus, around.allocation_end).run(stop, warned)
 
     async def host_sessions(self, notice: Notice) -> None:
         """One after the other, until `notice` is given: an engine that is started again is a new session. Raises
-        ServiceFailure. `run` does this for a process that has one engine; a pool agent does it side by side."""
+        ServiceFailure. `run` does this for a process that has one engine; `SideBySide` and a pool agent do it for
+        several."""
         pause_s = 0.0
         while True:
             heard = notice.follower()
@@ -120,11 +110,3 @@ class NodeAgent:
 
     def _new_session(self) -> Session:
         return Session(self._surroundings, self._engine, self._command)
-
-    async def _following_allocation(self) -> None:
-        """Keeps in the record when our allocation ends."""
-        while (end := self._surroundings.allocation_end) is not None:
-            if await end.ask():
-                log.info("allocation.ends", at=end.ends_at())
-                self.session.allocation_ends(end.ends_at())
-            await end.pause()

@@ -83,10 +83,11 @@ class Session:
         self._tracing = surroundings.tracing
         self._allocation_end = surroundings.allocation_end
         start, clearance = surroundings.start_engine, surroundings.clearance
+        ends_at = self._allocation_end.ends_at() if self._allocation_end else ""
         self._engine = EngineRun(settings, engine, command, start, clearance, self._on_progress)
         self.presence = Presence(
             self._bus,
-            first_record(settings, engine.kind, command, surroundings.connection, surroundings.gpus),
+            first_record(settings, engine.kind, command, surroundings.connection, surroundings.gpus, ends_at),
             self._work,
             status_interval_s=settings.status_interval_s,
             rejoin_after_s=settings.rejoin_after_s,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass
 
-from serai.contracts.session_record import LABELS_MAX, TEXT_CHARACTERS_MAX
+from serai.contracts.session_record import GPUS_MAX, LABELS_MAX, TEXT_CHARACTERS_MAX
 from serai.runtime.connection_settings import ConnectionSettings, host_name
 from serai.runtime.http1 import Origin
 from serai.runtime.settings import setting
 from serai.worker_agent.engine.kinds import ENGINES
+from serai.worker_agent.engine.ports import PORTS_VARIABLE, port_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class AgentSettings(ConnectionSettings):
     engine_url: str = setting("", "attach to an engine that runs already, e.g. http://127.0.0.1:8000")
     engine_model: str = setting("", "name the engine answers to, when it is not --model")
     engine_api_key: str = setting("", "key the engine asks for")
+    engines: int = setting(1, "how many engines to start from the one command, each with its share of the GPUs")
     provider: str = setting("local", "institution that owns the hardware")
     allocation: str = setting("", "name of the allocation; default: Slurm or PBS job, pod or process")
     concurrency_max: int = setting(1024, "requests taken at once; more are refused as busy")
@@ -108,10 +110,15 @@ class AgentSettings(ConnectionSettings):
             raise ValueError(f"--nodes {self.nodes!r}: must be auto, or not given")
         if self.nodes and self.engine_url:
             raise ValueError("--nodes and --engine-url exclude each other: an engine that runs has its nodes already")
+        if not 1 <= self.engines <= GPUS_MAX:
+            raise ValueError(f"--engines {self.engines}: must be 1 to {GPUS_MAX}")
+        if self.engines > 1 and (self.nodes or self.engine_url):
+            raise ValueError(f"--engines {self.engines}: excludes --nodes and --engine-url, which are of one engine")
         if not 0 <= self.nodes_port < 65_536:
             raise ValueError(f"--nodes-port {self.nodes_port}: must be a TCP port, or 0")
         if self.prefill_s_per_token < 0:
             raise ValueError("--prefill-s-per-token must not be negative; 0 = by kind of engine")
+        port_range(os.environ.get(PORTS_VARIABLE))
         _check_labels(self.labels)
 
     def check_model(self) -> None:
@@ -123,6 +130,11 @@ class AgentSettings(ConnectionSettings):
     def label_values(self) -> dict[str, str]:
         """Labels by their keys; the last of several with one key counts."""
         return dict(label.split("=", 1) for label in self.labels)
+
+    @property
+    def gpu_borne_bytes(self) -> int:
+        """What others may hold of a GPU."""
+        return round(self.gpu_others_gib * 2**30)
 
     @property
     def allocation_name(self) -> str:
