@@ -91,6 +91,13 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(login: Login) -> None:
     assert "set -- vllm serve /m\n" in out
 
 
+def test_several_engines_of_a_job_share_its_gpus(login: Login) -> None:
+    code, out, _ = login.serai("submit", "--model", "m", "--gpus", "4", "--engines", "2", "--dry-run")
+    assert code == 0
+    assert "export SERAI_ENGINES=2\n" in out
+    assert "#SBATCH --gres=gpu:h100:4\n" in out
+
+
 def test_a_model_of_no_profile_needs_a_command(login: Login) -> None:
     code, _, err = login.serai("submit", "--model", "other")
     assert (code, err.count("\n")) == (2, 1)
@@ -109,6 +116,9 @@ def test_a_model_of_no_profile_needs_a_command(login: Login) -> None:
         (("--partition", "gone"), "no such partition"),
         (("--count", "0"), "--count: is 0"),
         (("--gpus", "-1"), "--gpus: is -1"),
+        (("--engines", "0"), "--engines: is 0"),
+        (("--engines", "3"), "--engines: 3 cannot share 2 GPUs evenly"),
+        (("--engines", "2", "--gpus", "8"), "--engines: cannot be had on 2 nodes"),
         (("--chain", "2", "--array"), "cannot be had with --chain"),
         (("--chain", "2", "--handover", "9:00:00"), "not below --time"),
     ],

@@ -19,9 +19,10 @@ from typing import Any
 from serai.cli.registry_reader import Reader
 from serai.cli.site_flag import add_site_flag, asked_site
 from serai.cli.site_registry import look
+from serai.contracts.session_record import GPUS_MAX
 from serai.launcher.jobs import JobId, JobName, Jobs, Refused, Unknown
 from serai.launcher.maintenance import fitted
-from serai.launcher.site import Exclude, JobPlan, Site
+from serai.launcher.site import Exclude, JobPlan, RuntimeKind, Site
 from serai.launcher.site_file import written_duration_s
 from serai.launcher.slurm_commands import SlurmCommands
 from serai.launcher.templates import script
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument("--gpus", type=int, help="GPUs, over all nodes")
     wanted.add_argument("--gpu", help="kind of GPU, by its name in the site file")
     wanted.add_argument("--nodes", type=int, help="default: as many as the GPUs need")
+    wanted.add_argument("--engines", type=int, help="engines of each job, side by side on shares of its GPUs")
     wanted.add_argument("--cpus", type=int, help="CPUs of each node")
     wanted.add_argument("--memory", help="memory of each node, as sbatch takes it: 64G")
     wanted.add_argument("--time", help="time limit, as sbatch takes it: 90 (minutes), 8:00:00, 1-12")
@@ -116,16 +118,38 @@ def _order(site: Site, arguments: argparse.Namespace) -> Order:
         asked["engine"] = tuple(command)
     if arguments.profile:
         asked["model"] = arguments.model
+    if arguments.engines is not None:
+        asked["environment"] = {"SERAI_ENGINES": str(arguments.engines)}
     for name, value in asked.items():
         if isinstance(value, str) and not value.isprintable():
             raise BadInput(f"--{name}", f"is {value!r}", "write one line")
     plan = site.job(arguments.profile or arguments.model, sbatch=tuple(arguments.sbatch), **asked)
+    if arguments.engines is not None:
+        _check_engines(plan, arguments.engines)
     if arguments.array and arguments.chain > 1:
         raise BadInput("--array", "cannot be had with --chain", "leave one of them out")
     handover_s = written_duration_s("--handover", arguments.handover) if arguments.handover else HANDOVER_S
     if arguments.handover and handover_s >= plan.time_s:
         raise BadInput("--handover", f"{arguments.handover} is not below --time", "give less")
     return Order(plan, arguments.count, arguments.chain, arguments.array, min(handover_s, plan.time_s / 2))
+
+
+def _check_engines(plan: JobPlan, engines: int) -> None:
+    """Raises BadInput."""
+    gpus = plan.profile.gpus or 0
+    if engines < 1 or engines > GPUS_MAX:
+        raise BadInput("--engines", f"is {engines}", f"write 1 to {GPUS_MAX}")
+    if engines == 1:
+        return
+    if plan.nodes > 1:
+        raise BadInput("--engines", f"cannot be had on {plan.nodes} nodes", "leave it out, and give --count N")
+    if plan.runtime.kind is RuntimeKind.PYXIS:
+        why = "cannot be had with a runtime of kind `pyxis`, whose srun shows each engine all GPUs of the job"
+        raise BadInput("--engines", why, "take apptainer or enroot")
+    if gpus % engines:
+        raise BadInput(
+            "--engines", f"{engines} cannot share {gpus} GPUs evenly", f"give --gpus {engines} or a multiple"
+        )
 
 
 async def _fit(site: Site, order: Order, slurm: SlurmCommands) -> Order:
