@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+from serai.runtime.parent_death import die_with_parent
 
 RESTART_FIRST_S = 1.0
 RESTART_MAX_S = 30.0
@@ -49,7 +47,7 @@ class Child:
                 stderr=log,
                 env=os.environ | self.environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for us; we stop them in order.
-                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+                preexec_fn=die_with_parent,
             )
 
     async def ended(self) -> int:

@@ -26,7 +26,7 @@ from serai.ingress.supervision import Kill, Retire, Start, Supervision, Terminat
 
 PLACE = "SERAI_INGRESS_PLACE"
 """Environment variable by which a worker knows that it is one: `Place` as JSON."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # As `runtime.parent_death` has it, with which structlog would come.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-_PR_SET_PDEATHSIG = 1
+from serai.runtime.parent_death import die_with_parent
+
 _LAST_LOG_BYTES = 2000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class BenchFailed(Exception):
@@ -59,7 +58,7 @@ class Processes:
                     stderr=log,
                     env={**os.environ, **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                 )
             except OSError as error:
                 raise BenchFailed(f"cannot start {name}: {error}") from error
@@ -174,7 +173,3 @@ def _stat_fields(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

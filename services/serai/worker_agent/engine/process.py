@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import os
 import shutil
@@ -13,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import structlog
 
 from serai.runtime.http1 import Origin
+from serai.runtime.parent_death import die_with_parent
 from serai.worker_agent.engine import process_table
 from serai.worker_agent.engine.base import Engine
 from serai.worker_agent.engine.environment import engine_environment
@@ -37,7 +38,6 @@ GPU_EVERY_S = 10.0
 REST_OF_OUTPUT_S = 1.0
 """How long what a process has written may still come after its end."""
 _LINE_BYTES_MAX = 64 * 1024
-_PR_SET_PDEATHSIG = 1
 _CONTAINER_RUNTIMES = {
     "apptainer",
     "singularity",
@@ -59,8 +59,6 @@ _WITHOUT_SIGTERM = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     "os.execv(sys.argv[1], sys.argv[2:])"
 )
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RunningEngine(Protocol):
@@ -149,7 +147,7 @@ class EngineProcess:
                 stderr=asyncio.subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         except BaseException:
             os.close(ours)
@@ -323,10 +321,6 @@ async def _keeper_of(group: int) -> asyncio.subprocess.Process | None:
     except OSError as error:
         log.warning("engine.no_keeper", error=error.strerror)
         return None
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _shielded(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
