@@ -86,11 +86,11 @@ def test_a_peer_that_does_not_start_is_named_and_the_others_are_measured(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_running_when_it_is_stopped(environment: dict[str, str], number: signal.Signals) -> None:
-    command = [*BENCH, "gateway", "--json", "--targets", "direct,serai"]
+    command = [*BENCH, "gateway", *SHORT, "--rounds", "50", "--targets", "direct,serai"]
     running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     errors = cast(IO[str], running.stderr)
     for line in errors:
-        if "round 1/5" in line:
+        if "round 1/50" in line:
             break
     running.send_signal(number)
     assert running.wait(60) != 0

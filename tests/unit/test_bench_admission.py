@@ -87,7 +87,7 @@ def test_the_client_counts_tokens_and_refusals_and_tells_a_cut_answer() -> None:
     async def ask(*arrivals: Arrival) -> Outcomes:
         async with await asyncio.start_server(engine, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return (await send_all(port, "m", {"x-key": "k"}, arrivals))[0]
+            return (await send_all([port], "m", {"x-key": "k"}, arrivals))[0]
 
     found = asyncio.run(ask(Arrival(0, 5, 2), Arrival(1000, 5, 3)))
     assert [one.refused for one in found] == [False, True]

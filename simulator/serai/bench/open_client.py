@@ -1,4 +1,4 @@
-"""Sends requests at their times to an OpenAI-compatible address, and notes when the tokens came.
+"""Sends requests at their times to OpenAI-compatible addresses in turn, and notes when the tokens came.
 
 Each has a connection of its own and a prompt that the emulated tokenizer counts as asked for. What is refused with 503
 counts as refused; anything else that is not the whole answer ends the run.
@@ -21,10 +21,10 @@ _SESSION = b"x-serai-session: "
 
 
 async def send_all(
-    port: int, model: str, headers: Mapping[str, str], arrivals: Sequence[Arrival]
+    ports: Sequence[int], model: str, headers: Mapping[str, str], arrivals: Sequence[Arrival]
 ) -> tuple[Outcomes, float]:
-    """What became of them, and the longest that one was sent after its time, in seconds: the client's own fault.
-    Raises BenchFailed."""
+    """What became of them, and the longest that one was sent after its time, in seconds: the client's own fault. The
+    instance of each is Serai's session, or the one of `ports` where no Serai answers. Raises BenchFailed."""
     loop = asyncio.get_running_loop()
     messages = [_request(model, headers, arrival) for arrival in arrivals]
     begin_s = loop.time() + 0.5
@@ -37,14 +37,14 @@ async def send_all(
                 due_s = begin_s + arrival.at_ns / NS
                 await asyncio.sleep(max(0.0, due_s - loop.time()))
                 late_s = max(late_s, loop.time() - due_s)
-                group.create_task(_ask(port, messages[number], arrival, begin_s, sessions, number, results))
+                group.create_task(_ask(ports, messages[number], arrival, begin_s, sessions, number, results))
     except ExceptionGroup as errors:
         raise BenchFailed(str(errors.exceptions[0])) from errors
     return Outcomes(result for result in results if result is not None), late_s
 
 
 async def _ask(
-    port: int,
+    ports: Sequence[int],
     message: bytes,
     arrival: Arrival,
     begin_s: float,
@@ -53,7 +53,7 @@ async def _ask(
     results: list[Outcome | None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", ports[number % len(ports)])
     writer.write(message)
     tokens, first_s, last_s, longest_s, tail = 0, 0.0, 0.0, 0.0, b""
     try:
@@ -81,7 +81,7 @@ async def _ask(
         arrival.at_ns,
         arrival.prompt_tokens,
         arrival.output_tokens,
-        sessions.setdefault(session, len(sessions)),
+        sessions.setdefault(session, len(sessions)) if session else number % len(ports),
         round((first_s - begin_s) * NS),
         None,
         round((last_s - begin_s) * NS),

@@ -235,7 +235,7 @@ def _compared(system: System, rate: float, length: Length, seeds: int) -> list[C
         for seed in range(1, seeds + 1):
             requests = arrivals(rate, length, seed)
             say(f"{system.name}, seed {seed}: {len(requests)} requests in {length.lead_s + length.counted_s:g} s")
-            live, late_s = uvloop.run(send_all(port, MODEL, headers, requests))
+            live, late_s = uvloop.run(send_all([port], MODEL, headers, requests))
             said = simulated(system, requests).arriving_in(counted)
             found.append(Compared(system.name, seed, live.arriving_in(counted), said, late_s))
             gaps = ", ".join([f"{found[-1].gap_points(slo):+.1f}" for slo in TARGETS])

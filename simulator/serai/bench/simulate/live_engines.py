@@ -8,14 +8,14 @@ sends each request at its time to the engines in turn, directly, over loopback, 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from serai.bench.processes import BenchFailed, Processes
+from serai.bench.open_client import send_all
+from serai.bench.processes import Processes
 from serai.bench.stand import get
 from serai.engine_emulator.modelled import ModelFlags, modelled_engine
 from serai.ingress.routing import RoundRobin
@@ -23,8 +23,7 @@ from serai.performance.roofline import RooflineModel
 from serai.simulator.fast.cluster import simulate
 from serai.simulator.fast.instance import InstanceSpec
 from serai.simulator.fast.routed import Routed
-from serai.simulator.fast.run import NS
-from serai.simulator.outcomes import LatencyDefinition, Outcome, Outcomes, SloTarget, attainment
+from serai.simulator.outcomes import LatencyDefinition, Outcomes, SloTarget, attainment
 from serai.simulator.summary import Spread, spread, tpots_s, ttfts_s
 from serai.simulator.workloads.fields import workload_from_fields
 from serai.simulator.workloads.workload import Arrival
@@ -37,10 +36,7 @@ FLAGS = ModelFlags(MODEL, GPU, tp=TENSOR, max_num_batched_tokens=2048, prefix_ca
 TARGETS = (SloTarget(0.15, 0.045), SloTarget(0.5, 0.035), SloTarget(0.2, 0.040))
 """Targets that about half to nine tenths of the requests meet: where nobody fails, everybody agrees. One is tight in
 TTFT, one in TPOT, one is moderate in both."""
-_TOKEN = b'"text":" '
-"""Each token of the emulated engine begins with a space, and its stream has no spaces after colons."""
 _START_S = 60.0
-_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,7 @@ class LiveEngines:
 
     def run(self, arrivals: Sequence[Arrival]) -> LiveRun:
         """Send `arrivals` at their times. Raises BenchFailed when an answer is not whole."""
-        live, late_s = asyncio.run(_client(self.ports, arrivals))
+        live, late_s = asyncio.run(send_all(self.ports, MODEL, {}, arrivals))
         return LiveRun(live, simulated(arrivals), late_s)
 
 
@@ -145,76 +141,3 @@ def _command(port: int) -> list[str]:
     }
     pairs = [word for pair in flags.items() for word in pair]
     return [sys.executable, "-m", "serai.cli.main", "engine", "emulate", *pairs, "--no-prefix-cache"]
-
-
-async def _client(ports: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Outcomes, float]:
-    loop = asyncio.get_running_loop()
-    begin_s = loop.time() + 0.5
-    results: list[Outcome | None] = [None] * len(arrivals)
-    late_s = 0.0
-    async with asyncio.TaskGroup() as group:
-        for number, arrival in enumerate(arrivals):
-            due_s = begin_s + arrival.at_ns / NS
-            message = _request(arrival)
-            await asyncio.sleep(max(0.0, due_s - loop.time()))
-            late_s = max(late_s, loop.time() - due_s)
-            instance = number % len(ports)
-            group.create_task(_ask(ports[instance], message, arrival, begin_s, instance, number, results))
-    return Outcomes(result for result in results if result is not None), late_s
-
-
-async def _ask(
-    port: int,
-    message: bytes,
-    arrival: Arrival,
-    begin_s: float,
-    instance: int,
-    number: int,
-    results: list[Outcome | None],
-) -> None:
-    loop = asyncio.get_running_loop()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(message)
-    tokens, first_s, last_s, longest_s, tail = 0, 0.0, 0.0, 0.0, b""
-    try:
-        while data := await reader.read(65536):
-            now_s = loop.time()
-            seen = tail + data
-            said = seen.count(_TOKEN)
-            tail = seen[1 - len(_TOKEN) :]
-            if said:
-                if tokens:
-                    longest_s = max(longest_s, now_s - last_s)
-                else:
-                    first_s = now_s
-                tokens, last_s = tokens + said, now_s
-    finally:
-        writer.close()
-    if tokens != arrival.output_tokens:
-        raise BenchFailed(f"request {number}: {tokens} tokens came of {arrival.output_tokens}; {tail[:200]!r}")
-    results[number] = Outcome(
-        arrival.at_ns,
-        arrival.prompt_tokens,
-        arrival.output_tokens,
-        instance,
-        round((first_s - begin_s) * NS),
-        None,
-        round((last_s - begin_s) * NS),
-        itl_max_ns=round(longest_s * NS),
-    )
-
-
-def _request(arrival: Arrival) -> bytes:
-    """A completion request whose prompt the emulated tokenizer counts as asked for."""
-    prompt = "abc " * arrival.prompt_tokens
-    assert len(prompt) == arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
-    fields = {"model": MODEL, "prompt": prompt, "max_tokens": arrival.output_tokens, "stream": True}
-    body = json.dumps(fields).encode()
-    head = [
-        "POST /v1/completions HTTP/1.1",
-        "Host: 127.0.0.1",
-        "Content-Type: application/json",
-        "Connection: close",
-        f"Content-Length: {len(body)}",
-    ]
-    return "\r\n".join([*head, "", ""]).encode() + body
