@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from serai.bench import admission, padg_live
+from serai.bench.live_run import LiveRun
 from serai.bench.open_client import send_all
 from serai.bench.padg_live import QUICK, SLO, SYSTEMS, Compared
 from serai.bench.processes import BenchFailed
@@ -50,8 +51,8 @@ def outcomes(*ttfts_s: float) -> Outcomes:
 def test_gaps_are_between_mean_attainments() -> None:
     late = SLO.ttft_s + 0.3
     found = [
-        Compared("serai", 1, outcomes(0.1, 0.1), outcomes(0.1, 0.1), 0.001),
-        Compared("serai", 2, outcomes(0.1, late), outcomes(0.1, 0.1), 0.002),
+        Compared("serai", 1, LiveRun(outcomes(0.1, 0.1), outcomes(0.1, 0.1), 0.001)),
+        Compared("serai", 2, LiveRun(outcomes(0.1, late), outcomes(0.1, 0.1), 0.002)),
     ]
     figures = padg_live.figures_of(found)
     assert figures["serai_simulated_600ms_40ms"] == 1.0

@@ -26,6 +26,7 @@ from typing import Any
 
 import uvloop
 
+from serai.bench.live_run import ANSWER_TOKENS_MAX, LiveRun, chat_arrivals
 from serai.bench.open_client import send_all
 from serai.bench.processes import BenchFailed, Processes
 from serai.bench.report import Report, add_report_arguments, hand_out, rounded, say
@@ -39,9 +40,7 @@ from serai.simulator.fast.instance import InstanceSpec
 from serai.simulator.fast.macro_scheduled import MacroScheduled, MacroSettings, ReportPath
 from serai.simulator.fast.routed import Routed
 from serai.simulator.fast.run import NS
-from serai.simulator.outcomes import LatencyDefinition, Outcomes, SloTarget, Window, attainment
-from serai.simulator.summary import spread, tpots_s, ttfts_s
-from serai.simulator.workloads.fields import workload_from_fields
+from serai.simulator.outcomes import Outcomes, SloTarget, Window
 from serai.simulator.workloads.workload import Arrival
 from serai.worker_agent.engine.process import free_port
 
@@ -60,7 +59,7 @@ class Length:
     lead_s: float = 6.0
     """Requests of so long at its beginning are not counted."""
     counted_s: float = 60.0
-    answer_tokens_max: int = 800
+    answer_tokens_max: int = ANSWER_TOKENS_MAX
     """Longer answers are cut, so that a run ends soon after its last request."""
 
     @property
@@ -72,7 +71,6 @@ class Length:
 QUICK = Length(3.0, 8.0, 200)
 REPORT_DELAY_S = 0.005
 _START_S = 120.0
-_INDUSTRY = LatencyDefinition.INDUSTRY
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         "seeds": seeds,
         "slo": _name(SLO),
     }
-    notes = [f"requests were sent up to {max(one.late_s for one in found) * 1000:.0f} ms late"]
+    notes = [f"requests were sent up to {max(one.run.late_sends_s_max for one in found) * 1000:.0f} ms late"]
     raw = [one.raw() for one in found]
     hand_out(Report("bench padg-live", config, figures_of(found), _table(found), notes, raw), arguments)
     return 0
@@ -161,54 +159,26 @@ class Compared:
 
     system: str
     seed: int
-    live: Outcomes
-    simulated: Outcomes
-    late_s: float
-
-    def attainments(self, slo: SloTarget) -> tuple[float, float]:
-        """Simulated and live."""
-        return attainment(self.simulated, slo, _INDUSTRY), attainment(self.live, slo, _INDUSTRY)
-
-    def gap_points(self, slo: SloTarget) -> float:
-        """Simulated less live, in percentage points."""
-        said, known = self.attainments(slo)
-        return (said - known) * 100
+    run: LiveRun
 
     def raw(self) -> dict[str, Any]:
         """For the file of results."""
-        sides = {"simulated": self.simulated, "live": self.live}
         return {
             "system": self.system,
             "seed": self.seed,
-            "requests": len(self.live),
-            "attainment": {_name(slo): [rounded(one) for one in self.attainments(slo)] for slo in TARGETS},
+            "requests": len(self.run.live),
+            "attainment": {_name(slo): [rounded(one) for one in self.run.attainments(slo)] for slo in TARGETS},
             **{
-                f"{side}_{quantity}": {
-                    part: rounded(getattr(spread(values(outcomes, _INDUSTRY)), part))
-                    for part in ("p50_s", "p90_s", "p99_s")
-                }
-                for side, outcomes in sides.items()
-                for quantity, values in (("ttft", ttfts_s), ("tpot", tpots_s))
+                f"{side}_{quantity}": {part: rounded(getattr(spread, part)) for part in ("p50_s", "p90_s", "p99_s")}
+                for side, spreads in self.run.latencies().items()
+                for quantity, spread in zip(("ttft", "tpot"), spreads, strict=True)
             },
         }
 
 
 def arrivals(rate_per_s: float, length: Length, seed: int) -> list[Arrival]:
     """ShareGPT-like requests."""
-    made = workload_from_fields(
-        {
-            "seed": seed,
-            "arrivals": {
-                "process": "poisson",
-                "rate_per_s": rate_per_s,
-                "duration_s": length.lead_s + length.counted_s,
-            },
-            "lengths": {
-                "prompt": {"log-normal": {"mean": 344, "median": 148, "maximum": 4096}},
-                "output": {"log-normal": {"mean": 200, "median": 150, "maximum": 800}},
-            },
-        }
-    )
+    made = chat_arrivals(rate_per_s, length.lead_s + length.counted_s, seed)
     return [replace(one, output_tokens=min(one.output_tokens, length.answer_tokens_max)) for one in made]
 
 
@@ -237,8 +207,8 @@ def _compared(system: System, rate: float, length: Length, seeds: int) -> list[C
             say(f"{system.name}, seed {seed}: {len(requests)} requests in {length.lead_s + length.counted_s:g} s")
             live, late_s = uvloop.run(send_all([port], MODEL, headers, requests))
             said = simulated(system, requests).arriving_in(counted)
-            found.append(Compared(system.name, seed, live.arriving_in(counted), said, late_s))
-            gaps = ", ".join([f"{found[-1].gap_points(slo):+.1f}" for slo in TARGETS])
+            found.append(Compared(system.name, seed, LiveRun(live.arriving_in(counted), said, late_s)))
+            gaps = ", ".join([f"{found[-1].run.gap_points(slo):+.1f}" for slo in TARGETS])
             say(f"{system.name}, seed {seed}: simulated less live {gaps} points")
     return found
 
@@ -271,7 +241,7 @@ def figures_of(found: Sequence[Compared]) -> dict[str, float]:
     figures: dict[str, float] = {}
     worst: list[float] = []
     for name in dict.fromkeys(one.system for one in found):
-        runs = [one for one in found if one.system == name]
+        runs = [one.run for one in found if one.system == name]
         gaps = []
         for slo in TARGETS:
             said, known = (sum(one.attainments(slo)[side] for one in runs) / len(runs) for side in (0, 1))
@@ -296,7 +266,7 @@ def _table(found: Sequence[Compared]) -> list[list[str]]:
     rows = [["system, seed", "target", "simulated", "live", "difference"]]
     for one in found:
         for slo in TARGETS:
-            said, known = one.attainments(slo)
+            said, known = one.run.attainments(slo)
             name = f"{one.system}, {one.seed}"
             rows.append([name, _name(slo), f"{said:.1%}", f"{known:.1%}", f"{(said - known) * 100:+.1f} pt"])
     return rows

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from serai.bench.live_run import LiveRun
 from serai.bench.open_client import send_all
 from serai.bench.processes import Processes
 from serai.bench.stand import get
@@ -23,9 +23,7 @@ from serai.performance.roofline import RooflineModel
 from serai.simulator.fast.cluster import simulate
 from serai.simulator.fast.instance import InstanceSpec
 from serai.simulator.fast.routed import Routed
-from serai.simulator.outcomes import LatencyDefinition, Outcomes, SloTarget, attainment
-from serai.simulator.summary import Spread, spread, tpots_s, ttfts_s
-from serai.simulator.workloads.fields import workload_from_fields
+from serai.simulator.outcomes import Outcomes, SloTarget
 from serai.simulator.workloads.workload import Arrival
 from serai.worker_agent.engine.process import free_port
 
@@ -37,52 +35,6 @@ TARGETS = (SloTarget(0.15, 0.045), SloTarget(0.5, 0.035), SloTarget(0.2, 0.040))
 """Targets that about half to nine tenths of the requests meet: where nobody fails, everybody agrees. One is tight in
 TTFT, one in TPOT, one is moderate in both."""
 _START_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRun:
-    """Both sides of one run."""
-
-    live: Outcomes
-    simulated: Outcomes
-    late_sends_s_max: float
-    """The longest that a request was sent after its time: the client's own fault."""
-
-    def latencies(self) -> dict[str, tuple[Spread, Spread]]:
-        """TTFT and TPOT of the live and of the simulated side, by the industry's definition."""
-        definition = LatencyDefinition.INDUSTRY
-        return {
-            side: (spread(ttfts_s(outcomes, definition)), spread(tpots_s(outcomes, definition)))
-            for side, outcomes in (("live", self.live), ("simulated", self.simulated))
-        }
-
-    def gap_points(self, slo: SloTarget) -> float:
-        """Simulated attainment less measured, in percentage points. By the industry's definition: a client cannot see
-        when decoding began."""
-        said, known = self.attainments(slo)
-        return (said - known) * 100
-
-    def attainments(self, slo: SloTarget) -> tuple[float, float]:
-        """Of the simulated and of the live side."""
-        definition = LatencyDefinition.INDUSTRY
-        return attainment(self.simulated, slo, definition), attainment(self.live, slo, definition)
-
-
-def chat(duration_s: float, seed: int) -> list[Arrival]:
-    """ShareGPT-like requests at random times; the longest answers are cut, so that a run ends soon after its last
-    request."""
-    return list(
-        workload_from_fields(
-            {
-                "seed": seed,
-                "arrivals": {"process": "poisson", "rate_per_s": RATE_PER_S, "duration_s": duration_s},
-                "lengths": {
-                    "prompt": {"log-normal": {"mean": 344, "median": 148, "maximum": 4096}},
-                    "output": {"log-normal": {"mean": 200, "median": 150, "maximum": 800}},
-                },
-            }
-        )
-    )
 
 
 def simulated(arrivals: Sequence[Arrival]) -> Outcomes:

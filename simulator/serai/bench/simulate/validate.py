@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from serai.bench.live_run import LiveRun, chat_arrivals
 from serai.bench.processes import BenchFailed
 from serai.bench.profile.data_folder import add_data_argument
 from serai.bench.report import Report, add_report_arguments, hand_out, rounded, say
@@ -143,7 +144,7 @@ def _live(found: Findings, _: Path, quick: bool) -> None:
     with TemporaryDirectory() as logs, live_engines.LiveEngines(Path(logs)) as engines:
         for seed in seeds:
             say(f"{duration_s:g} s of requests to {live_engines.ENGINES} live engines, seed {seed}")
-            result = engines.run(live_engines.chat(duration_s, seed))
+            result = engines.run(chat_arrivals(live_engines.RATE_PER_S, duration_s, seed))
             gaps += [abs(result.gap_points(slo)) for slo in live_engines.TARGETS]
             _live_rows(found, seed, result)
             rows.append(_live_raw(seed, result))
@@ -154,7 +155,7 @@ def _live(found: Findings, _: Path, quick: bool) -> None:
         found.notes.append(f"attainment_gap_points {max(gaps):.1f} misses its goal of {GAP_GOAL_POINTS:g}")
 
 
-def _live_rows(found: Findings, seed: int, result: live_engines.LiveRun) -> None:
+def _live_rows(found: Findings, seed: int, result: LiveRun) -> None:
     for slo in live_engines.TARGETS:
         said, known = result.attainments(slo)
         label = f"live, seed {seed}: within {slo.ttft_s:g} s, {slo.tpot_s * 1000:g} ms"
@@ -167,7 +168,7 @@ def _live_rows(found: Findings, seed: int, result: live_engines.LiveRun) -> None
             found.table.append((f"live, seed {seed}: {quantity} {part[:3]}", _time(said), _time(known), difference))
 
 
-def _live_raw(seed: int, result: live_engines.LiveRun) -> dict[str, Any]:
+def _live_raw(seed: int, result: LiveRun) -> dict[str, Any]:
     return {
         "seed": seed,
         "requests": len(result.live),
