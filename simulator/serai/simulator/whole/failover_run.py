@@ -23,7 +23,7 @@ from serai.simulator.whole.failover_faults import FailoverFault, PlannedFailover
 from serai.simulator.whole.failover_watch import OwnerWatch
 from serai.simulator.whole.invariants import Invariants
 from serai.simulator.whole.simulated_bus import SERVER_STALE_S
-from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Scene, SimulatedSystem, simulate
+from serai.simulator.whole.system import ENGINE_SEED, Scene, SimulatedSystem, simulate
 from serai.simulator.whole.virtual_loop import START_S, Stalled
 
 LOOK_EVERY_S = 0.5
@@ -189,7 +189,7 @@ class _Run:
         if not await system.until_serving(RECOVER_WITHIN_S) or not await self._until_led(RECOVER_WITHIN_S):
             self._problem(f"no leader whom all instances obey {RECOVER_WITHIN_S:g} s after the last fault")
         leases_before = self._watch.leases
-        client = self._client()
+        client = self._system.client()
         for ingress in system.ingresses:
             for _ in system.agents:
                 self._take(await client.ask(self._drawn(5), ingress.host))
@@ -211,7 +211,7 @@ class _Run:
     # -- load ----------------------------------------------------------------------------------------------------
 
     async def _load(self) -> None:
-        client = self._client()
+        client = self._system.client()
         chance = Random(f"{self.result.seed}/load")
         async with asyncio.TaskGroup() as tasks:
             while self._loaded:
@@ -223,7 +223,7 @@ class _Run:
 
     async def _burst(self, fault_at_s: float) -> None:
         """So shortly before the fault that none of it is over then."""
-        client, chance = self._client(), self._chance
+        client, chance = self._system.client(), self._chance
         await asyncio.sleep(max(0.0, fault_at_s - chance.uniform(0.0, 0.3)))
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self.plan.burst):
@@ -239,9 +239,6 @@ class _Run:
         words = " and more" * int(chance.expovariate(1 / WORDS))
         text = f"request {self._number} of seed {self.result.seed}{words}"
         return ChatRequest(self._number, self._system.scene.model, text, tokens, stream=chance.random() < 0.7)
-
-    def _client(self) -> ChatClient:
-        return ChatClient(port=INGRESS_PORT, engine_seed=ENGINE_SEED, limit_s=self._system.scene.request_limit_s)
 
     def _take(self, result: ChatResult) -> None:
         self.result.requests += 1

@@ -15,7 +15,7 @@ from serai.simulator.whole.client import ChatClient, ChatRequest, ChatResult, Ou
 from serai.simulator.whole.faults import FaultInjector, FaultKind, plan
 from serai.simulator.whole.invariants import Invariants
 from serai.simulator.whole.simulated_bus import SERVER_STALE_S
-from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Scene, SimulatedSystem, simulate
+from serai.simulator.whole.system import Scene, SimulatedSystem, simulate
 from serai.simulator.whole.virtual_loop import START_S, Stalled
 
 LOOK_EVERY_S = 0.5
@@ -132,7 +132,7 @@ class _Run:
 
     async def _ask_all(self) -> None:
         """As many requests to each ingress as there are agents: each agent should get one."""
-        client, model = self._client(), self.system.scene.model
+        client, model = self.system.client(), self.system.scene.model
         for at, ingress in enumerate(self.system.ingresses):
             for _ in self.system.agents:
                 number = len(self.results)
@@ -148,7 +148,7 @@ class _Run:
     async def _load(self) -> None:
         """Requests at random times, whatever becomes of those before."""
         chance = Random(f"{self.seed}/load")
-        client = self._client()
+        client = self.system.client()
         loop = self.system.loop
         end_at_s = loop.time() + self.faults.duration_s
         number = 0
@@ -189,9 +189,6 @@ class _Run:
             result.ingress, f"request {result.request.number} {result.outcome} {result.code} {result.session}"
         )
         self.checks.check_result(result)
-
-    def _client(self) -> ChatClient:
-        return ChatClient(port=INGRESS_PORT, engine_seed=ENGINE_SEED, limit_s=self.system.scene.request_limit_s)
 
     async def _looking(self) -> None:
         while True:

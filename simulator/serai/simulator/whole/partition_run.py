@@ -16,7 +16,7 @@ from serai.contracts.subjects import SESSION
 from serai.simulator.whole.client import ChatClient, ChatRequest, ChatResult, Outcome
 from serai.simulator.whole.simulated_bus import Passage
 from serai.simulator.whole.sites import LinkedSites, SimulatedSite
-from serai.simulator.whole.system import ENGINE_SEED, INGRESS_PORT, Node, Scene, SimulatedSystem, simulate
+from serai.simulator.whole.system import Node, Scene, SimulatedSystem, simulate
 from serai.simulator.whole.virtual_loop import START_S, Stalled
 
 _SESSION_PREFIX = SESSION.of("")
@@ -202,7 +202,7 @@ class _Run:
 
     async def _load(self, site: SimulatedSite) -> None:
         chance = Random(f"{self.result.seed}/load/{site.scene.site}")
-        client = ChatClient(port=INGRESS_PORT, engine_seed=ENGINE_SEED, limit_s=site.scene.request_limit_s)
+        client = site.client()
         async with asyncio.TaskGroup() as tasks:
             while self._loaded:
                 await asyncio.sleep(chance.expovariate(self.plan.requests_per_s))

@@ -24,6 +24,7 @@ from serai.runtime.bus import BusError
 from serai.runtime.registry_replica import RegistryReplica
 from serai.runtime.service import ServiceFailure
 from serai.runtime.telemetry import Tracing
+from serai.simulator.whole.client import ChatClient
 from serai.simulator.whole.engines import EngineHost
 from serai.simulator.whole.memory_network import HOST, MemoryNetwork
 from serai.simulator.whole.simulated_bus import SimulatedBus, SimulatedNats
@@ -194,6 +195,10 @@ class SimulatedSystem:
     @property
     def nodes(self) -> list[Node]:
         return [self.registry, *self.macro_schedulers, *self.ingresses, *self.agents]
+
+    def client(self) -> ChatClient:
+        """One of its ingresses, who knows what its engines should say."""
+        return ChatClient(port=INGRESS_PORT, engine_seed=ENGINE_SEED, limit_s=self.scene.request_limit_s)
 
     def start(self) -> None:
         """All nodes, in this order and at once."""
