@@ -37,6 +37,7 @@ from serai.contracts.admission import (
     AdmissionRequest,
     Decision,
     GateMode,
+    Grant,
     GroupLease,
     HeldRequest,
     InstanceOwner,
@@ -47,6 +48,7 @@ from serai.contracts.admission import (
     MacroWord,
     Spread,
     TakeInstance,
+    UsedGrant,
 )
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
 from serai.contracts.drain import DrainAnswer, DrainRequest
@@ -122,7 +124,10 @@ _ASK = AdmissionAsk(
     project="climate",
     best_effort=False,
     excluded=["alps-slurm-4711-1-c0ffee123456"],
+    affinity="f0e1d2c3",
 )
+_USED = UsedGrant(_ASK, "alps-slurm-4711-1-c0ffee123456")
+_GRANT = Grant("alps-slurm-4711-1-c0ffee123456", 3, 2_048, 0.25, 5.0, 0.1, 3.0)
 _ANSWER = AdmissionAnswer(
     request_id="6d1f0c5a9e3b4f27",
     decision=Decision.BEST_EFFORT,
@@ -159,6 +164,7 @@ _REPORT = InstanceReport(
     first_tokens_total=812,
     slow_first_tokens_total=9,
     ttft_s_total=530.5,
+    granted_total=6,
 )
 _HELD = HeldRequest("6d1f0c5a9e3b4f27", _REQUEST.lease, 0.75, 12, 0.375)
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
@@ -278,9 +284,11 @@ MESSAGES: list[object] = [
     ScaleRequest("pool-h100", 3, "llama-8b lacks 2.5 requests/s"),
     _REQUEST.lease,
     _ASK,
-    AdmissionRequest([_ASK], ["6d1f0c5a9e3b4f26"]),
+    AdmissionRequest([_ASK], ["6d1f0c5a9e3b4f26"], [_USED]),
+    _USED,
+    _GRANT,
     _ANSWER,
-    AdmissionAnswers([_ANSWER]),
+    AdmissionAnswers([_ANSWER], [_GRANT]),
     _SPREAD,
     _REPORT,
     _HELD,

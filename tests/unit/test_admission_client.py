@@ -12,6 +12,7 @@ from serai.contracts.admission import (
     AdmissionAsk,
     AdmissionRequest,
     Decision,
+    Grant,
     Lease,
 )
 from serai.contracts.codec import decode, encode
@@ -237,5 +238,78 @@ def test_models_that_are_gone_are_forgotten_once_nothing_is_out() -> None:
         desk.say(admit("a"))  # To nobody.
         await turn()
         assert desk.heard() == []
+
+    run(story)
+
+
+# -- places given in advance -------------------------------------------------------------------------------------------
+
+
+def grant(session: str = "s1", within_s: float = 30.0, **fields: Any) -> Grant:
+    return Grant(session, 7, 100, 0.05, 5.0, 0.1, within_s, **fields)
+
+
+async def desk_with(desk: Desk, *grants: Grant) -> None:
+    """One ask was answered, and with it places came."""
+    task = desk.ask("first")
+    await turn()
+    desk.heard()
+    answers = AdmissionAnswers([admit("first")], list(grants))
+    desk.client.on_answers(Message(desk.replies["admission.m"], encode(answers)))
+    await task
+
+
+def test_a_place_given_in_advance_is_used_at_once_and_told_a_little_later() -> None:
+    async def story(desk: Desk) -> None:
+        await desk_with(desk, *[grant(f"s{number}") for number in range(5)])
+        answers = [desk.client.spend("m", AdmissionAsk(f"r{number}", 80, waited_s=0.2)) for number in range(2)]
+        assert [(one.session, one.decision) for one in answers if one] == [("s0", "admit"), ("s1", "admit")]
+        lease = answers[0].lease if answers[0] else None
+        assert lease is not None
+        assert (lease.epoch, lease.sequence, lease.slo_ttft_s, lease.slo_tpot_s) == (7, 0, 4.8, 0.1)
+        await turn()
+        assert desk.heard() == []
+        await asyncio.sleep(1.5 * macro_scheduled.SPENT_WITHIN_S)
+        ((_, told),) = desk.heard()
+        assert [(one.ask.request_id, one.session) for one in told.spent] == [("r0", "s0"), ("r1", "s1")]
+
+    run(story)
+
+
+def test_when_as_many_are_used_as_are_left_it_is_told_at_once() -> None:
+    async def story(desk: Desk) -> None:
+        await desk_with(desk, grant(), grant())
+        assert desk.client.spend("m", AdmissionAsk("r", 80)) is not None
+        await turn()
+        ((_, told),) = desk.heard()
+        assert [one.ask.request_id for one in told.spent] == ["r"]
+
+    run(story)
+
+
+def test_who_needs_more_than_a_place_gives_has_to_ask() -> None:
+    async def story(desk: Desk) -> None:
+        await desk_with(desk, grant())
+        for strict in (
+            AdmissionAsk("long", 101),
+            AdmissionAsk("soon", 80, slo_ttft_s=4.9),
+            AdmissionAsk("fast", 80, slo_tpot_s=0.09),
+            AdmissionAsk("waited", 80, waited_s=0.6),
+        ):
+            assert desk.client.spend("m", strict) is None
+        assert desk.client.spend("other", AdmissionAsk("r", 80)) is None
+        assert desk.client.spend("m", AdmissionAsk("r", 80, slo_ttft_s=5.0, slo_tpot_s=0.2)) is not None
+        assert desk.client.spend("m", AdmissionAsk("r2", 80)) is None
+
+    run(story)
+
+
+def test_a_place_that_is_over_or_whose_session_refused_one_is_not_used() -> None:
+    async def story(desk: Desk) -> None:
+        await desk_with(desk, grant("old", within_s=0.0), grant("refuses"), grant("good"))
+        desk.client.forget_grants("m", "refuses")
+        answer = desk.client.spend("m", AdmissionAsk("r", 80))
+        assert answer is not None
+        assert answer.session == "good"
 
     run(story)

@@ -14,7 +14,9 @@ from serai.contracts.admission import (
     AdmissionAsk,
     AdmissionRequest,
     Decision,
+    Grant,
     Lease,
+    UsedGrant,
 )
 from serai.contracts.codec import decode, encode
 from serai.contracts.inference import FailureCode
@@ -40,6 +42,9 @@ class ScheduledBus(AgentsBus):
         super().__init__(says)
         self.scheduler = scheduler
         self.asks: list[AdmissionAsk] = []
+        self.spent: list[UsedGrant] = []
+        self.grants: list[Grant] = []
+        """That go with the next answers."""
         self.withdrawn: list[str] = []
 
     def publish(self, subject: str, payload: bytes, reply: str = "", *, at_once: bool = False) -> None:
@@ -49,13 +54,17 @@ class ScheduledBus(AgentsBus):
         request = decode(AdmissionRequest, payload)
         self.asks += request.asks
         self.withdrawn += request.withdrawn
+        self.spent += request.spent
         handler = self.handlers["_INBOX_test.x.admission.*"]
         if self.scheduler is None:
             asyncio.get_running_loop().call_soon(handler, Message(reply, b"", no_responders=True))
             return
         answers = [answer for one in request.asks if (answer := self.scheduler(one)) is not None]
         if answers:
-            asyncio.get_running_loop().call_soon(handler, Message(reply, encode(AdmissionAnswers(answers))))
+            asyncio.get_running_loop().call_soon(
+                handler, Message(reply, encode(AdmissionAnswers(answers, self.grants)))
+            )
+            self.grants = []
 
     def _reply(self, asked: Any, reply: str, parts: list[Part] | None) -> None:
         handlers = self.handlers
@@ -280,3 +289,32 @@ def test_a_refused_lease_takes_no_try_even_where_the_session_is_tried_without_on
         assert bus.sessions_asked[0] == refuser
 
     serve(dict.fromkeys(["s1", "s2", "s3"], STREAMED), admit_at(refuser), talk)
+
+
+def granted(*sessions: str) -> list[Grant]:
+    return [Grant(session, 1, 1_000, 0.1, 5.0, 0.1, 30.0) for session in sessions]
+
+
+def test_a_request_goes_by_a_place_given_in_advance_and_nobody_is_asked() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        bus.grants = granted("s2", "s1")
+        sessions = [(await ask(client))[1]["x-serai-session"] for _ in range(4)]
+        assert sessions == ["s3", "s2", "s1", "s3"]
+        assert len(bus.asks) == 2
+        assert [asked.lease.sequence for _, asked in bus.asked if asked.lease] == [7, 0, 0, 7]
+        assert [one.session for one in bus.spent] == ["s2", "s1"]
+        assert (await ask(client, "x-slo-ttft-ms: 500"))[0] == 200
+
+    serve({"s1": STREAMED, "s2": STREAMED, "s3": STREAMED}, admit_at("s3"), talk)
+
+
+def test_a_session_that_refuses_such_a_place_is_asked_for_anew_and_its_other_places_are_forgotten() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        bus.grants = granted("s1", "s1", "s1")
+        assert (await ask(client))[1]["x-serai-session"] == "s2"
+        assert (await ask(client))[1]["x-serai-session"] == "s2"
+        assert [one.excluded for one in bus.asks] == [[], ["s1"]]
+        assert (await ask(client))[1]["x-serai-session"] == "s2"
+        assert len(bus.spent) == 1
+
+    serve({"s1": REFUSED, "s2": STREAMED}, admit_at("s2"), talk)

@@ -223,6 +223,16 @@ def test_what_cannot_be_kept_is_refused_with_a_reason(tokens: int, given: Lease 
     assert word in one.refused["r"]
 
 
+def test_what_comes_by_places_given_in_advance_is_counted_by_epoch() -> None:
+    one = Instance()
+    one.offer("a", 100, lease(0))
+    one.offer("b", 100, lease(0))
+    one.offer("c", 100, lease(0, epoch=2))
+    assert (one.gate.report(0.0).granted_total, one.gate.report(0.0).applied) == (2, 0)
+    one.tell(Taken("macro-1", 4, GateMode.PADG, 0.01, 1e9))
+    assert one.gate.report(0.0).granted_total == 0
+
+
 def test_a_refused_lease_counts_as_applied() -> None:
     one = Instance(kv_tokens_total=1000)
     one.offer("r", 5000, lease(4))

@@ -46,6 +46,10 @@ class LeasedPick:
         if excluded is None:
             return None
         ask = self._ask(call, excluded, now)
+        if not excluded and (granted := self._client.spend(call.model, ask)) is not None:
+            metrics.ADMISSIONS.of(call.model, "granted").add()
+            self._trace(call, granted, now, now)
+            return self._granted(call, granted, now)
         until_s = min(call.deadline_s, call.started_s + self._wait_max_s())
         answer = await self._client.ask(Ask(call.model, ask, until_s))
         ended_s = time.monotonic()
@@ -66,6 +70,8 @@ class LeasedPick:
         """The session could not keep what was promised."""
         call.lease_refusals += (len(call.tried) - 1,)
         call.leases_refused += (session,)
+        if call.lease is not None and not call.lease.sequence:
+            self._client.forget_grants(call.model, session)
         metrics.ADMISSIONS.of(call.model, "lease_refused").add()
 
     def _ask(self, call: Call, excluded: list[str], now: float) -> AdmissionAsk:

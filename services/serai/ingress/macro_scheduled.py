@@ -5,6 +5,9 @@ is not well costs a request a few milliseconds at most: who is silent for `patie
 says so at once), is not asked again for a while, and another policy decides. WAIT is an answer, too: from then on the
 request waits for its place as long as its own times allow, and asks again each second, since a scheduler that has died
 forgets who waits.
+
+A scheduler that is at ease gives places in advance (`Grant`): a request that fits one goes there at once, and the
+scheduler is told a little later.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import structlog
+from msgspec.structs import replace
 
 from serai.contracts.admission import (
     AdmissionAnswer,
@@ -25,6 +30,9 @@ from serai.contracts.admission import (
     AdmissionAsk,
     AdmissionRequest,
     Decision,
+    Grant,
+    Lease,
+    UsedGrant,
 )
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.subjects import ADMISSION
@@ -45,6 +53,12 @@ ABSENT_S = 0.25
 """Nobody there: for so long it is not even asked. A new leader is found that soon."""
 SILENT_FIRST_S, SILENT_MAX_S = 0.1, 2.0
 """A silent one is left alone for so long, doubled each time in a row: else each request would pay the patience."""
+SPENT_WITHIN_S = 0.1
+"""So soon a scheduler hears of the places that were used; at once when as many are gone as are left."""
+GRANTS_MAX = 256
+"""Of one message."""
+WAITED_SHARE_MAX = 0.1
+"""Of its target: who has waited longer asks, for a place that was given in advance is for one that comes now."""
 POLL_S = 0.001
 """When the patience is over, what lies in the socket is read before it is judged."""
 
@@ -90,9 +104,11 @@ class _Model:
     __slots__ = (
         "absent_until_s",
         "asked",
+        "grants",
         "heard_at_s",
         "number",
         "silences",
+        "spent",
         "subject",
         "to_send",
         "told_to_wait",
@@ -107,6 +123,10 @@ class _Model:
         self.told_to_wait: dict[str, _Waiting] = {}
         self.to_send: list[AdmissionAsk] = []
         self.withdrawn: list[str] = []
+        self.grants: deque[tuple[Grant, float]] = deque()
+        """Places given in advance, and until when each is good."""
+        self.spent: list[UsedGrant] = []
+        """Of these, and not told yet."""
         self.absent_until_s = 0.0
         self.heard_at_s = 0.0
         self.silences = 0
@@ -164,6 +184,30 @@ class AdmissionClient:
             self._withdraw(model, request_id)
             raise
 
+    def spend(self, model_name: str, ask: AdmissionAsk) -> AdmissionAnswer | None:
+        """A place for it that was given in advance; None: it has to ask."""
+        model = self._models.get(model_name)
+        if model is None or not model.grants:
+            return None
+        now = self._clock()
+        while model.grants and model.grants[0][1] <= now:
+            model.grants.popleft()
+        if not model.grants or not _suits(model.grants[0][0], ask):
+            return None
+        grant, _ = model.grants.popleft()
+        model.spent.append(UsedGrant(ask, grant.session))
+        if len(model.spent) >= len(model.grants):
+            self._flush_soon()
+        elif len(model.spent) == 1:
+            asyncio.get_running_loop().call_later(SPENT_WITHIN_S, self._flush_soon)
+        return AdmissionAnswer(ask.request_id, Decision.ADMIT, grant.session, _lease(grant, ask))
+
+    def forget_grants(self, model_name: str, session: str) -> None:
+        """That session did not take a request that came by one of them."""
+        model = self._models.get(model_name)
+        if model is not None:
+            model.grants = deque([one for one in model.grants if one[0].session != session])
+
     def give_back(self, model: str, request_id: str) -> None:
         """The lease that this ask was granted will not be used."""
         self._withdraw(self._models.get(model) or self._model(model), request_id)
@@ -206,20 +250,20 @@ class AdmissionClient:
     def _flush(self) -> None:
         self._flush_scheduled = False
         for model in self._models.values():
-            if model.to_send or model.withdrawn:
+            if model.to_send or model.withdrawn or model.spent:
                 self._publish(model)
         if not self._looking and any(model.asked or model.told_to_wait for model in self._models.values()):
             self._look_in(self._patience_s)
 
     def _publish(self, model: _Model) -> None:
-        asks, withdrawn = model.to_send, model.withdrawn
-        model.to_send, model.withdrawn = [], []
+        asks, withdrawn, spent = model.to_send, model.withdrawn, model.spent
+        model.to_send, model.withdrawn, model.spent = [], [], []
         reply = f"{self._inbox}.{model.number}"
         try:
-            for at in range(0, max(len(asks), len(withdrawn)), ASKS_PER_MESSAGE_MAX):
+            for at in range(0, max(len(asks), len(withdrawn), len(spent)), ASKS_PER_MESSAGE_MAX):
                 upto = at + ASKS_PER_MESSAGE_MAX
-                request = encode(AdmissionRequest(asks[at:upto], withdrawn[at:upto]))
-                self._bus.publish(model.subject, request, reply, at_once=True)
+                request = encode(AdmissionRequest(asks[at:upto], withdrawn[at:upto], spent[at:upto]))
+                self._bus.publish(model.subject, request, reply, at_once=bool(asks))
         except BusError:
             self._fail_all(model, Outcome.BUS_LOST)
 
@@ -236,13 +280,14 @@ class AdmissionClient:
             self._fail_all(model, Outcome.ABSENT)
             return
         try:
-            answers = decode(AdmissionAnswers, message.data).answers
+            said = decode(AdmissionAnswers, message.data)
         except MalformedMessage as error:
             log.warning("admission.malformed", error=str(error), effect="taken for silence")
             return
         model.absent_until_s, model.silences, model.heard_at_s = 0.0, 0, self._clock()
-        for answer in answers:
+        for answer in said.answers:
             self._answered(model, answer)
+        model.grants.extend([(grant, model.heard_at_s + grant.within_s) for grant in said.grants[:GRANTS_MAX]])
 
     def _answered(self, model: _Model, answer: AdmissionAnswer) -> None:
         waiting = model.take(answer.request_id)
@@ -325,16 +370,32 @@ class AdmissionClient:
 
 
 def _later(ask: AdmissionAsk, waited_s: float) -> AdmissionAsk:
-    return AdmissionAsk(
-        ask.request_id,
-        ask.prompt_tokens,
-        ask.output_tokens_max,
-        ask.slo_ttft_s,
-        ask.slo_tpot_s,
-        waited_s,
-        ask.project,
-        ask.best_effort,
-        ask.excluded,
+    return replace(ask, waited_s=waited_s)
+
+
+def _suits(grant: Grant, ask: AdmissionAsk) -> bool:
+    """Whether the place is one for such a request."""
+    ttft_s = grant.slo_ttft_s if ask.slo_ttft_s is None else ask.slo_ttft_s
+    return (
+        ask.prompt_tokens <= grant.prompt_tokens_max
+        and ttft_s >= grant.slo_ttft_s
+        and (ask.slo_tpot_s is None or ask.slo_tpot_s >= grant.slo_tpot_s)
+        and ask.waited_s <= WAITED_SHARE_MAX * ttft_s
+    )
+
+
+def _lease(grant: Grant, ask: AdmissionAsk) -> Lease:
+    left_s = (grant.slo_ttft_s if ask.slo_ttft_s is None else ask.slo_ttft_s) - ask.waited_s
+    return Lease(
+        epoch=grant.epoch,
+        sequence=0,
+        prefill_s=grant.prefill_s,
+        kv_tokens=grant.prompt_tokens_max,
+        start_within_s=left_s - grant.prefill_s,
+        slo_ttft_s=left_s,
+        slo_tpot_s=grant.slo_tpot_s if ask.slo_tpot_s is None else ask.slo_tpot_s,
+        prompt_tokens=ask.prompt_tokens,
+        waited_s=ask.waited_s,
     )
 
 

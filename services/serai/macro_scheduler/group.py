@@ -30,11 +30,13 @@ from serai.macro_scheduler.admission import (
     kv_tokens,
 )
 from serai.macro_scheduler.explain import Decided, DecisionRing
+from serai.macro_scheduler.granting import Granting
 from serai.macro_scheduler.group_events import (
     Answer,
     Asked,
     Drain,
     Gone,
+    Granted,
     GroupEffect,
     GroupEvent,
     Joined,
@@ -44,6 +46,7 @@ from serai.macro_scheduler.group_events import (
     Reported,
     Scale,
     Sleep,
+    SpentBy,
     Take,
     Tick,
     TookOver,
@@ -63,6 +66,7 @@ __all__ = [
     "Asked",
     "Drain",
     "Gone",
+    "Granted",
     "Group",
     "GroupEffect",
     "GroupEvent",
@@ -74,6 +78,7 @@ __all__ = [
     "Reported",
     "Scale",
     "Sleep",
+    "SpentBy",
     "Take",
     "Tick",
     "TookOver",
@@ -116,6 +121,8 @@ class GroupSettings:
     """`paper` only: `random` instead of the cyclic scan."""
     interval_share: float | None = None
     """`paper` only: windows of this share of the TTFT target instead of adaptive ones."""
+    grants: bool = False
+    """`serai` only: whether ingresses are given places in advance while all is at ease."""
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s", "beat_s", "lease_s"):
@@ -159,6 +166,9 @@ class Group:
         )
         self.pending = PendingLine(settings.slo_ttft_s, by_arrival=not self.policy.gated)
         self.ring = DecisionRing()
+        self._granting = None
+        if settings.grants and self.policy.gated:
+            self._granting = Granting(self.macros, settings.slo_ttft_s, settings.slo_tpot_s)
         self.refused_reports = 0
         """Reports that were not believed."""
         self.last_refusal = ""
@@ -181,6 +191,8 @@ class Group:
                 return self._asked(ask, to, now_s)
             case Reported(report):
                 return self._reported(report, now_s)
+            case SpentBy(ask, session, to):
+                return self._spent(ask, session, to, now_s)
             case Withdrawn(request_id):
                 self.pending.remove(request_id)
                 self._give_back(request_id)
@@ -268,9 +280,12 @@ class Group:
         tpot_s = settings.slo_tpot_s if ask.slo_tpot_s is None else ask.slo_tpot_s
         request = Request(ask, now_s - ask.waited_s, ttft_s, tpot_s)
         answer, verdicts = self._placed(request, to, now_s)
-        if answer is not None:
+        if answer is None:
+            return self._kept(request, to, verdicts, now_s)
+        if self._granting is None:
             return [answer]
-        return self._kept(request, to, verdicts, now_s)
+        self._granting.note(ask.prompt_tokens)
+        return [answer, *self._in_advance(to, now_s)]
 
     def _note_decline(self, ask: AdmissionAsk) -> None:
         """It had a lease on a session that it excludes now: that instance could not keep the promise. Late, it can."""
@@ -340,6 +355,23 @@ class Group:
         self.pending.serve(ask.project, ask.prompt_tokens)
         self._note(request, decision, view.session, verdicts, now_s, why)
         return Answer(AdmissionAnswer(ask.request_id, decision, view.session, lease, reason=why), to)
+
+    def _spent(self, ask: AdmissionAsk, session: str, to: object, now_s: float) -> Sequence[GroupEffect]:
+        """A place that was given in advance was used."""
+        if self._granting is None:
+            return ()
+        self._granting.spent(ask, self.views.get(session), to, now_s)
+        self.pending.serve(ask.project, ask.prompt_tokens)
+        ttft_s = self.settings.slo_ttft_s if ask.slo_ttft_s is None else ask.slo_ttft_s
+        request = Request(ask, now_s - ask.waited_s, ttft_s, 0.0)
+        self._note(request, Decision.ADMIT, session, (), now_s, "by a place granted in advance")
+        return self._in_advance(to, now_s)
+
+    def _in_advance(self, to: object, now_s: float) -> Sequence[Granted]:
+        if self._granting is None or self.pending:
+            return ()
+        grants = self._granting.places(to, now_s)
+        return (Granted(grants, to),) if grants else ()
 
     def _forget_old_leases(self) -> None:
         for request_id, (session, sequence) in list(self._leased.items()):

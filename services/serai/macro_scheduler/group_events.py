@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from serai.contracts.admission import AdmissionAnswer, AdmissionAsk, InstanceReport, InstanceState, TakeInstance
+from serai.contracts.admission import AdmissionAnswer, AdmissionAsk, Grant, InstanceReport, InstanceState, TakeInstance
 from serai.macro_scheduler.instance_view import StepPredictor
 from serai.macro_scheduler.mitosis import Drain, Scale, Sleep, Wake
 
@@ -13,6 +13,7 @@ __all__ = [
     "Asked",
     "Drain",
     "Gone",
+    "Granted",
     "GroupEffect",
     "GroupEvent",
     "Joined",
@@ -22,6 +23,7 @@ __all__ = [
     "Reported",
     "Scale",
     "Sleep",
+    "SpentBy",
     "Take",
     "Tick",
     "TookOver",
@@ -44,6 +46,14 @@ class Withdrawn(NamedTuple):
     """Its client or its ingress has left: what waits is forgotten, a lease not applied yet is given back."""
 
     request_id: str
+
+
+class SpentBy(NamedTuple):
+    """A request went to `session` by a place that had been given to `to` in advance."""
+
+    ask: AdmissionAsk
+    session: str
+    to: object
 
 
 class Reported(NamedTuple):
@@ -91,7 +101,7 @@ class Tick(NamedTuple):
     """A wanted time has come."""
 
 
-GroupEvent = Asked | Withdrawn | Reported | Joined | Gone | Owned | NotOwned | TookOver | Tick
+GroupEvent = Asked | Withdrawn | SpentBy | Reported | Joined | Gone | Owned | NotOwned | TookOver | Tick
 
 
 class Answer(NamedTuple):
@@ -100,6 +110,13 @@ class Answer(NamedTuple):
     answer: AdmissionAnswer
     to: object
     final: bool = True
+
+
+class Granted(NamedTuple):
+    """Places for requests to come: send them."""
+
+    grants: tuple[Grant, ...]
+    to: object
 
 
 class Own(NamedTuple):
@@ -125,4 +142,4 @@ class WakeAt(NamedTuple):
 
 # Of `mitosis`: Drain (the shell asks the session to end), Sleep, Wake, and Scale, a wish to whoever starts instances.
 
-GroupEffect = Answer | Own | Take | WakeAt | Drain | Sleep | Wake | Scale
+GroupEffect = Answer | Granted | Own | Take | WakeAt | Drain | Sleep | Wake | Scale

@@ -8,11 +8,12 @@ however late reports are. A lease that is refused is given back at once, one tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import NamedTuple
 
 from serai.contracts.admission import GateMode, InstanceReport, Lease, Spread
+from serai.macro_scheduler.grant_book import GrantBook, Place
 
 _TYPICAL_TOKENS = 512
 _OUT_SHARE = 1.1
@@ -53,8 +54,10 @@ class InstanceView:
         self.reported_at_s = 0.0
         self.leases: dict[int, PendingLease] = {}
         """Not acknowledged yet, by sequence."""
+        self.grants = GrantBook()
+        """Places given in advance."""
         self.leased_prefill_s = 0.0
-        """Of those."""
+        """Of those and these."""
         self.leased_kv_tokens = 0
         self._decode_known: tuple[tuple[int, int], float] = ((-1, -1), 0.0)
         # What the paper's policies note of a window.
@@ -92,6 +95,7 @@ class InstanceView:
         """A new epoch: its leases are counted anew, and those of the old one are the instance's own word now."""
         self.epoch, self.sequence = epoch, 0
         self.leases.clear()
+        self.grants.clear()
         self.leased_prefill_s, self.leased_kv_tokens = 0.0, 0
 
     def lease(self, request_id: str, lease: Lease, now_s: float) -> None:
@@ -107,11 +111,27 @@ class InstanceView:
         if pending is None:
             return
         self.leased_kv_tokens -= pending.lease.kv_tokens
-        self.leased_prefill_s = self.leased_prefill_s - pending.lease.prefill_s if self.leases else 0.0
+        self._credit(pending.lease.prefill_s)
+
+    def grant(self, place: Place) -> None:
+        """Debit a place that is given in advance."""
+        self.grants.give(place)
+        self.leased_prefill_s += place.prefill_s
+        self.leased_kv_tokens += place.kv_tokens
+
+    def _credit(self, prefill_s: float) -> None:
+        left_s = self.leased_prefill_s - prefill_s
+        self.leased_prefill_s = left_s if self.leases else self.grants.prefill_s  # So that rounding never adds up.
+
+    def _credit_places(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self.leased_kv_tokens -= place.kv_tokens
+            self._credit(place.prefill_s)
 
     def expire(self, before_s: float) -> None:
         """Give back the leases made before then: their requests never came to the instance, or its reports do not
-        come here."""
+        come here. The same for places that were good until before then."""
+        self._credit_places(self.grants.over(before_s))
         while self.leases:
             sequence = next(iter(self.leases))
             if self.leases[sequence].made_at_s >= before_s:
@@ -128,6 +148,8 @@ class InstanceView:
         if wrong:
             return wrong
         self.report, self.reported_at_s = report, now_s
+        if report.granted_total:
+            self._credit_places(self.grants.counted(report.granted_total))
         while self.leases:
             sequence = next(iter(self.leases))
             if sequence > report.applied:

@@ -38,6 +38,7 @@ def report_problem(report: InstanceReport) -> str:
         ("kv_tokens_total", report.kv_tokens_total),
         ("kv_tokens_promised", report.kv_tokens_promised),
         ("refused_total", report.refused_total),
+        ("granted_total", report.granted_total),
     )
     for name, count in counts:
         if not 0 <= count <= EPOCH_MAX:

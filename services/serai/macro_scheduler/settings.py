@@ -38,6 +38,10 @@ class MacroSchedulerSettings(ConnectionSettings):
     instance_start_s: float = setting(180.0, "how long an instance takes to start; no other is asked for meanwhile")
     pending_max: int = setting(2000, "requests of a model that wait for a place at most; more are refused")
 
+    always_ask: bool = setting(
+        False, "ingresses get no places in advance: each request is asked for, also while all is at ease"
+    )
+
     def __post_init__(self) -> None:
         ConnectionSettings.__post_init__(self)
         if self.admission not in POLICIES:
@@ -78,6 +82,7 @@ class MacroSchedulerSettings(ConnectionSettings):
             owner=owner,
             bounds=Bounds(self.instances_lower, self.instances_upper),
             scaling=self._scaling() if self.scaling else None,
+            grants=not self.always_ask,
         )
 
     def _scaling(self) -> ScalingSettings:

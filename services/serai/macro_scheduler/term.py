@@ -23,6 +23,7 @@ from serai.contracts.admission import (
     InstanceReport,
     InstanceState,
     TakeInstance,
+    UsedGrant,
 )
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.drain import DrainRequest
@@ -34,6 +35,7 @@ from serai.macro_scheduler.group import (
     Asked,
     Drain,
     Gone,
+    Granted,
     Group,
     GroupEffect,
     GroupEvent,
@@ -43,6 +45,7 @@ from serai.macro_scheduler.group import (
     Reported,
     Scale,
     Sleep,
+    SpentBy,
     Take,
     Tick,
     TookOver,
@@ -106,7 +109,7 @@ class Term:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._subscription: Subscription | None = None
-        self._to_send: dict[str, list[AdmissionAnswer]] = {}
+        self._to_send: dict[str, AdmissionAnswers] = {}
         self._sent: OrderedDict[int, list[str]] = OrderedDict()
         self._sent_number = 0
         self._waiting: dict[str, str] = {}
@@ -202,6 +205,8 @@ class Term:
             self._waiting.pop(request_id, None)
             self._obey(self.group.handle(Withdrawn(request_id), began_s))
         if message.reply:
+            for spent in request.spent:
+                self._on_spent(spent, message.reply, began_s)
             for ask in request.asks:
                 self._on_ask(ask, message.reply, began_s)
         self._flush()
@@ -214,12 +219,22 @@ class Term:
         if not self._obeying or (ask.excluded and self._obeying <= set(ask.excluded)):
             self._answer(AdmissionAnswer(ask.request_id, Decision.UNKNOWN), reply, final=True)
             return
-        name, tilde, _ = ask.request_id.rpartition("~")
+        self._note_name(ask.request_id)
+        self._obey(self.group.handle(Asked(ask, reply), now_s))
+
+    def _on_spent(self, spent: UsedGrant, reply: str, now_s: float) -> None:
+        """A place granted in advance was used."""
+        if not ask_problem(spent.ask):
+            metrics.ANSWERS.of(self.model, "granted").add()
+            self._note_name(spent.ask.request_id)
+            self._obey(self.group.handle(SpentBy(spent.ask, spent.session, reply), now_s))
+
+    def _note_name(self, request_id: str) -> None:
+        name, tilde, _ = request_id.rpartition("~")
         if tilde and name:
-            self._names[name] = ask.request_id
+            self._names[name] = request_id
             if len(self._names) > NAMES_MAX:
                 self._names.popitem(last=False)
-        self._obey(self.group.handle(Asked(ask, reply), now_s))
 
     def on_unheard(self, number: int) -> None:
         """The server's word that nobody heard our answer of that number: its ingress has gone, and all it asked for."""
@@ -246,6 +261,8 @@ class Term:
             match effect:
                 case Answer(answer, to, final):
                     self._answer(answer, str(to), final=final)
+                case Granted(grants, to):
+                    self._to(str(to)).grants.extend(grants)
                 case Own(session, owner):
                     self._spawn(self._own(session, owner))
                 case Take(session, take):
@@ -269,9 +286,13 @@ class Term:
             self._waiting.pop(answer.request_id, None)
         else:
             self._waiting[answer.request_id] = reply
-        self._to_send.setdefault(reply, []).append(answer)
+        self._to(reply).answers.append(answer)
         if answer.decision in (Decision.REFUSE, Decision.BEST_EFFORT):
             self._say(answer)
+
+    def _to(self, reply: str) -> AdmissionAnswers:
+        """What an ingress will be told."""
+        return self._to_send.setdefault(reply, AdmissionAnswers([], []))
 
     def _say(self, answer: AdmissionAnswer) -> None:
         now = time.monotonic()
@@ -288,12 +309,12 @@ class Term:
         metrics.WAITING.labels(self.model).set(len(self._waiting))
         for reply, answers in to_send.items():
             self._sent_number += 1
-            self._sent[self._sent_number] = [answer.request_id for answer in answers]
+            self._sent[self._sent_number] = [answer.request_id for answer in answers.answers]
             if len(self._sent) > SENT_MAX:
                 self._sent.popitem(last=False)
             unheard = f"{self._unheard_inbox}.{self._sent_number}"
             try:
-                self._bus.publish(reply, encode(AdmissionAnswers(answers)), unheard, at_once=True)
+                self._bus.publish(reply, encode(answers), unheard, at_once=True)
             except BusError as error:
                 log.warning("admission.not_answered", model=self.model, error=str(error))
 

@@ -36,6 +36,7 @@ from serai.worker_agent.gate_events import (
     WakeAt,
 )
 from serai.worker_agent.gate_requests import GateRequest, Stage, WaitingLine
+from serai.worker_agent.overload import HOLD, Overload, Pace
 from serai.worker_agent.slack_book import SlackBook
 from serai.worker_agent.step_times import StepTimes
 from serai.worker_agent.window_rule import Choice, Situation, WindowSettings, choose
@@ -99,7 +100,7 @@ class PhaseGate:
         self._kv_free = settings.kv_tokens_total
         self._kv_total = settings.kv_tokens_total
         self._context_tokens = 0
-        self._owner, self._epoch, self._applied = "", 0, 0
+        self._owner, self._epoch, self._applied, self._granted = "", 0, 0, 0
         self._low_share = 0.01
         self._heard_s, self._beat_s = -inf, inf
         self._sequence = 0
@@ -107,6 +108,8 @@ class PhaseGate:
         self._ttft = FirstTokens()
         self._opened_s = 0.0
         self._prefilling = False
+        self._window_s, self._window_ended_s = 0.0, -inf
+        """For how long nobody has decoded, and when that ended."""
         self._decoded_s = 0.0
         """When the last decode step ended."""
         self._offered_s, self._gap_s = 0.0, 1.0
@@ -117,6 +120,7 @@ class PhaseGate:
         """The longest time between two of them since the last report."""
         self._output_tokens = 128.0
         """Running mean of answers."""
+        self._overload = Overload()
         self._late_credit = 0.0
         self._now_s = -inf
 
@@ -162,6 +166,7 @@ class PhaseGate:
         why = self._refusal(prompt_tokens, lease, now_s)
         if lease is not None and lease.epoch == self._epoch:
             self._applied = max(self._applied, lease.sequence)
+            self._granted += lease.sequence == 0
         if why:
             self._refused += 1
             return (RefuseLease(key, why),)
@@ -183,6 +188,7 @@ class PhaseGate:
         self._numbered += 1
         self._gap_s += 0.05 * (min(10.0, now_s - self._offered_s) - self._gap_s)
         self._offered_s = now_s
+        self._overload.offered.add(prompt_tokens, now_s)
         request = GateRequest(key, self._numbered, max(1, prompt_tokens), lease, now_s, now_s + ttft_s)
         # Who comes while it is prefilled waits for half of it, on average; of these about one in S_TTFT / that misses.
         prefill_s = self._times.prefill_s(request.prompt_tokens)
@@ -238,7 +244,7 @@ class PhaseGate:
         if not self.obeys(event.owner, event.epoch):
             return ()
         if event.epoch > self._epoch:
-            self._owner, self._epoch, self._applied = event.owner, event.epoch, 0
+            self._owner, self._epoch, self._applied, self._granted = event.owner, event.epoch, 0, 0
         self._heard_s, self._beat_s = now_s, event.beat_s
         self._low_share = event.low_share
         return self._into(event.mode, now_s)
@@ -281,6 +287,11 @@ class PhaseGate:
             self._again(key)
         for key in step.ended:
             self._ended(key)
+        if step.decoded:
+            self._window_s = 0.0
+        else:
+            self._window_s += step.duration_s
+            self._window_ended_s = now_s
         if self._prefilling is (step.prompt_tokens == 0):
             self._prefilling, self._opened_s = step.prompt_tokens > 0, now_s - step.duration_s
 
@@ -357,7 +368,9 @@ class PhaseGate:
                 self._backlog_tokens = self._released_tokens
         else:
             self._entering.pop(key, None)
-            self._output_tokens += 0.02 * (self.tokens_said(request) - self._output_tokens)
+            said = self.tokens_said(request)
+            self._output_tokens += 0.02 * (said - self._output_tokens)
+            self._overload.lengths.add(said)
             self._off_the_books(request)
 
     def tokens_said(self, request: GateRequest) -> int:
@@ -430,8 +443,15 @@ class PhaseGate:
             harm=self._harm,
             gain=1.0 - max(self._token_s, self._times.decode_s) / self._slo_tpot_s,
             requests=max(1, line.in_time + len(self._released)),
+            pace=self._pace(now_s) if decoding else HOLD,
+            window_s=self._window_s,
+            since_window_s=now_s - self._window_ended_s,
         )
         return choose(at, self._times, self._rule)
+
+    def _pace(self, now_s: float) -> Pace:
+        times, settings = self._times, self._settings
+        return self._overload.decide(times.slope_s, times.decode_s, settings.slo_ttft_s, self._slo_tpot_s, now_s)
 
     @property
     def _slo_tpot_s(self) -> float:
@@ -537,6 +557,7 @@ class PhaseGate:
             first_tokens_total=self._ttft.count,
             slow_first_tokens_total=self._ttft.slow,
             ttft_s_total=self._ttft.sum_s,
+            granted_total=self._granted,
         )
 
     def state(self, now_s: float, accepted: bool) -> InstanceState:

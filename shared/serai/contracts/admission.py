@@ -36,7 +36,8 @@ class Lease(msgspec.Struct, frozen=True):
     epoch: int
     """Of the instance's owner. An instance obeys only the current one."""
     sequence: int
-    """Counts the leases of this owner to this instance, from 1; reports tell the highest that was applied."""
+    """Counts the leases of this owner to this instance, from 1; reports tell the highest that was applied. 0: it comes
+    by a place that was granted in advance (`Grant`); reports count these."""
     prefill_s: float
     """Predicted time of its prefill alone."""
     kv_tokens: int
@@ -78,6 +79,15 @@ class AdmissionAsk(msgspec.Struct, frozen=True):
     """What its caller wants when its targets cannot be met: served late (True) or refused at once."""
     excluded: list[str] = []
     """Sessions that failed it, refused its lease, or that its caller may not use."""
+    affinity: str = ""
+    """What other requests share with it whose prefix may be warm somewhere, as a short key; empty = nothing known."""
+
+
+class UsedGrant(msgspec.Struct, frozen=True):
+    """A request that went to `session` by a place granted in advance: nobody was asked for it."""
+
+    ask: AdmissionAsk
+    session: str
 
 
 class AdmissionRequest(msgspec.Struct, frozen=True):
@@ -86,6 +96,8 @@ class AdmissionRequest(msgspec.Struct, frozen=True):
     asks: list[AdmissionAsk]
     withdrawn: list[str] = []
     """Earlier asks, by their `request_id`, that nobody waits for any more, or whose lease will not be used."""
+    spent: list[UsedGrant] = []
+    """So that the scheduler knows what was done with its grants, and gives others."""
 
 
 class AdmissionAnswer(msgspec.Struct, frozen=True):
@@ -101,10 +113,30 @@ class AdmissionAnswer(msgspec.Struct, frozen=True):
     """For people, with REFUSE and BEST_EFFORT."""
 
 
+class Grant(msgspec.Struct, frozen=True):
+    """A place for one request, given to an ingress before there is a request, while all is at ease: it need not ask for
+    it. Debited like a lease when it is given, until the instance has counted it or it is over."""
+
+    session: str
+    epoch: int
+    """Of the instance's owner, as in the lease."""
+    prompt_tokens_max: int
+    """Longer prompts have to ask."""
+    prefill_s: float
+    """Of such a prompt."""
+    slo_ttft_s: float
+    """Requests with stricter targets have to ask."""
+    slo_tpot_s: float
+    within_s: float
+    """It is good for so long after it has come."""
+
+
 class AdmissionAnswers(msgspec.Struct, frozen=True):
     """Answers to one or more asks of one ingress."""
 
     answers: list[AdmissionAnswer]
+    grants: list[Grant] = []
+    """For requests to come; to be used in this order."""
 
 
 class GateMode(StrEnum):
@@ -176,6 +208,8 @@ class InstanceReport(msgspec.Struct, frozen=True):
     """Those that came later than 0.8 of the target after the request's arrival at its ingress."""
     ttft_s_total: float = 0.0
     """Sum of their times to first token."""
+    granted_total: int = 0
+    """Requests of this owner's epoch that came by a place granted in advance, refused ones too."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True):
