@@ -1,0 +1,141 @@
+"""What to do about more than can be held: keep everybody's pace and leave requests out, or let long answers go. Pure.
+
+Prefills take a share x of an instance's time. While x is at most 1 − d / S (d a decode step, S the TPOT target), all
+who decode keep their pace; of the prompts offered, which would take a share ρ, x / ρ are served. With more than that,
+tokens come too late on average, but not everybody's: with windows as far apart as the TTFT target S_TTFT lets them be,
+
+    a period is T = S_TTFT / (1 + x),   and between two windows there are n = (1 − x) · T / d decode steps,
+
+and an answer of m further tokens that crosses w = ⌈m / n⌉ − 1 windows meets its target if m · d + w · x · T ≤ m · S.
+Short ones do, whatever x; so where most answers are short, more requests are served by letting the long ones go. How
+many that is, is known from the lengths of the answers so far.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from math import ceil, exp
+from typing import NamedTuple
+
+_KEPT = 256
+_ENOUGH = 16
+"""Answers without which nothing is said about lengths."""
+_USUAL = 128
+"""Tokens of an answer, while nothing is known."""
+_QUANTILES = 32
+_SHARES = tuple([step / 20 for step in range(1, 20)])
+_MEMORY_S = 20.0
+_EVERY_S = 0.5
+_ENTER = 0.05
+"""By how much of all requests letting go must be better, by prediction, before it is begun."""
+
+
+class AnswerLengths:
+    """The last answers' lengths in tokens."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque()
+        self._ordered: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        """One has ended."""
+        self._last.append(tokens)
+        insort(self._ordered, tokens)
+        if len(self._last) > _KEPT:
+            del self._ordered[bisect_left(self._ordered, self._last.popleft())]
+
+    def ends_within(self, said: int, tokens: float) -> float:
+        """The probability that an answer that has said `said` tokens and goes on ends before it says `tokens` more."""
+        ordered = self._ordered
+        if len(ordered) < _ENOUGH:
+            return min(1.0, tokens / _USUAL)
+        gone = bisect_right(ordered, said)
+        going_on = len(ordered) - gone
+        if not going_on:
+            return min(1.0, tokens / said)
+        return (bisect_left(ordered, said + tokens) - gone) / going_on
+
+    def quantiles(self) -> list[int]:
+        """At equal steps; empty while too few are known."""
+        ordered = self._ordered
+        if len(ordered) < _ENOUGH:
+            return []
+        return [ordered[(2 * step + 1) * len(ordered) // (2 * _QUANTILES)] for step in range(_QUANTILES)]
+
+
+class OfferedWork:
+    """Prompt tokens offered in a second, lately."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._began_s: float | None = None
+        self._at_s = 0.0
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """A request came."""
+        if self._began_s is None:
+            self._began_s = self._at_s = now_s
+        self._tokens = self._tokens * exp((self._at_s - now_s) / _MEMORY_S) + tokens
+        self._at_s = now_s
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """A mean that forgets, over what has been seen."""
+        if self._began_s is None or now_s - self._began_s < _MEMORY_S / 4:
+            return 0.0
+        seen = _MEMORY_S * (1.0 - exp((self._began_s - now_s) / _MEMORY_S))
+        return self._tokens * exp((self._at_s - now_s) / _MEMORY_S) / seen
+
+
+class Pace(NamedTuple):
+    """How an overload is met. `share` of the time for prefills in windows that are `period_s` apart; 0: everybody's
+    pace is kept."""
+
+    share: float = 0.0
+    period_s: float = 0.0
+
+
+HOLD = Pace()
+
+
+def met_share(share: float, lengths: list[int], decode_s: float, slo_ttft_s: float, slo_tpot_s: float) -> float:
+    """Of the answers, those that keep their TPOT target while prefills take `share` of the time, in windows."""
+    period_s = slo_ttft_s / (1.0 + share)
+    steps = max(1.0, (1.0 - share) * period_s / decode_s)
+    window_s, spare_s = share * period_s, slo_tpot_s - decode_s
+    met = sum([(ceil((tokens - 1) / steps) - 1) * window_s <= (tokens - 1) * spare_s for tokens in lengths])
+    return met / len(lengths)
+
+
+class Overload:
+    """One instance's pace, decided anew twice a second while it has too much to do."""
+
+    def __init__(self) -> None:
+        self.lengths = AnswerLengths()
+        self.offered = OfferedWork()
+        self.pace = HOLD
+        self._decided_s = float("-inf")
+
+    def decide(self, s_per_token: float, decode_s: float, slo_ttft_s: float, slo_tpot_s: float, now_s: float) -> Pace:
+        """The pace from now on. `s_per_token`: of prompts, in long steps."""
+        if now_s - self._decided_s < _EVERY_S:
+            return self.pace
+        self._decided_s = now_s
+        offered = self.offered.tokens_per_s(now_s) * s_per_token
+        held = max(0.0, 1.0 - decode_s / slo_tpot_s)
+        lengths = self.lengths.quantiles() if offered > held else []
+        if not lengths:
+            self.pace = HOLD
+            return HOLD
+        best, best_share = 0.0, 0.0
+        for share in _SHARES:
+            if share <= held:
+                continue
+            value = min(1.0, share / offered) * met_share(share, lengths, decode_s, slo_ttft_s, slo_tpot_s)
+            if value > best:
+                best, best_share = value, share
+            if share >= offered:
+                break
+        needs = held / offered + (0.0 if self.pace.share else _ENTER)
+        self.pace = Pace(best_share, slo_ttft_s / (1.0 + best_share)) if best > needs else HOLD
+        return self.pace
