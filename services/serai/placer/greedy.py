@@ -7,92 +7,17 @@ It is the solver's warm start, and the answer where there is no solver or no tim
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
-from serai.placer.classes import packs
+from serai.placer.chains import Chains
+from serai.placer.counts import Counts, weight
 from serai.placer.problem import Cell, Problem
 
 _EQUAL = 1e-9
 _SWAPS_MAX = 2000
 _POOR_TRIED = 8
-
-
-class Counts:
-    """How many of each cell, with what follows from it: shares, room, quotas."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.of = [0] * len(problem.cells)
-        self.shares = list(problem.pinned_share)
-        self.replicas = list(problem.pinned_replicas)
-        self._sizes: list[Counter[int]] = [Counter() for _ in problem.classes]
-        self._used = [0] * len(problem.classes)
-        self._quotas = dict(problem.quotas)
-        self._by_model = problem.cells_of_model()
-        self._by_class: list[list[int]] = [[] for _ in problem.classes]
-        for place, cell in enumerate(problem.cells):
-            self._by_class[cell.place].append(place)
-
-    def cells(self, model: int) -> Sequence[int]:
-        """Places of the model's cells."""
-        return self._by_model[model]
-
-    def order(self, model: int, key: Callable[[int], float]) -> None:
-        """Try the model's cells in this order."""
-        self._by_model[model].sort(key=key)
-
-    def fits(self, place: int) -> bool:
-        """Whether one more of the cell is allowed and finds room."""
-        cell = self.problem.cells[place]
-        demand, nodes = self.problem.demands[cell.model], self.problem.classes[cell.place]
-        if self.of[place] >= cell.most:
-            return False
-        if demand.max_replicas is not None and self.replicas[cell.model] >= demand.max_replicas:
-            return False
-        if self._quotas.get(demand.project, cell.option.gpus) < cell.option.gpus:
-            return False
-        if self._used[cell.place] + cell.option.gpus > nodes.gpus:
-            return False
-        sizes = self._sizes[cell.place]
-        wanted = sizes | {cell.option.gpus_per_node: sizes[cell.option.gpus_per_node] + cell.option.nodes}
-        return packs(nodes.rooms, wanted)
-
-    def add(self, place: int, change: int = 1) -> None:
-        """One more of the cell, or one fewer."""
-        cell = self.problem.cells[place]
-        self.of[place] += change
-        self.shares[cell.model] += change * cell.share
-        self.replicas[cell.model] += change
-        self._sizes[cell.place][cell.option.gpus_per_node] += change * cell.option.nodes
-        self._used[cell.place] += change * cell.option.gpus
-        project = self.problem.demands[cell.model].project
-        if project in self._quotas:
-            self._quotas[project] -= change * cell.option.gpus
-
-    def filled(self, place: int) -> Iterable[int]:
-        """Places of the cells of a class that have instances."""
-        return [other for other in self._by_class[place] if self.of[other]]
-
-    def below_minimum(self, model: int) -> bool:
-        """Whether the model may not lose another instance."""
-        return self.replicas[model] <= self.problem.demands[model].min_replicas
-
-    def short(self) -> int:
-        """Replicas that models lack of their minimum, failure domains aside."""
-        return sum(
-            max(0, demand.min_replicas - replicas)
-            for demand, replicas in zip(self.problem.demands, self.replicas, strict=True)
-        )
-
-    def worst(self) -> float:
-        """The share of the worst-served model among those that can be served, at most 1."""
-        shares = [
-            self.shares[number]
-            for number, demand in enumerate(self.problem.demands)
-            if demand.planned_requests_s > 0 and (self._by_model[number] or self.shares[number])
-        ]
-        return min(1.0, min(shares, default=1.0))
 
 
 def greedy(problem: Problem, late: Callable[[], bool] = lambda: False) -> Counts:
@@ -222,12 +147,7 @@ def _worth_per_gpu(counts: Counts, number: int) -> float:
     there is not an engine for everyone."""
     cells = counts.problem.cells
     best = max((min(1.0, cells[place].share) / cells[place].option.gpus for place in counts.cells(number)), default=0.0)
-    return best * _weight(counts.problem, number)
-
-
-def _weight(problem: Problem, number: int) -> float:
-    demand = problem.demands[number]
-    return demand.priority * demand.planned_requests_s
+    return best * weight(counts.problem, number)
 
 
 def _best_open(counts: Counts, number: int, lacking: float) -> int | None:
@@ -247,7 +167,7 @@ def _best_open(counts: Counts, number: int, lacking: float) -> int | None:
 
 def _take_from_the_rich(counts: Counts, late: Callable[[], bool]) -> None:
     """While it helps: the worst-served model takes the room of instances whose models stay better off than it was."""
-    problem = counts.problem
+    problem, chains = counts.problem, Chains(counts)
     for _ in range(_SWAPS_MAX):
         poor = sorted(
             (counts.shares[number], number)
@@ -255,12 +175,17 @@ def _take_from_the_rich(counts: Counts, late: Callable[[], bool]) -> None:
             if demand.planned_requests_s > 0 and counts.cells(number) and counts.shares[number] < 1 - _EQUAL
         )
         # The worst-served may be beyond help while the next is not.
-        if late() or not any(_helped(counts, number, share) for share, number in poor[:_POOR_TRIED]):
+        if late() or not any(_helped(counts, chains, number, share) for share, number in poor[:_POOR_TRIED]):
             return
 
 
-def _helped(counts: Counts, number: int, share: float) -> bool:
-    return any(_swap(counts, place, share) for place in counts.cells(number))
+def _helped(counts: Counts, chains: Chains, number: int, share: float) -> bool:
+    """One instance more for a model that is served `share`: where others can spare the room, or by a chain."""
+    cells = counts.cells(number)
+    if any(_swap(counts, place, share) for place in cells):
+        return True
+    useful = (place for place in cells if counts.problem.cells[place].share > 0)
+    return any(chains.seat(place, share + 2 * _EQUAL, math.inf) for place in useful)
 
 
 def _swap(counts: Counts, wanted: int, share: float) -> bool:
@@ -289,21 +214,33 @@ def _swap(counts: Counts, wanted: int, share: float) -> bool:
 
 
 def _raise_total(counts: Counts, late: Callable[[], bool]) -> None:
-    """While it helps: who lacks most in all takes the room of those who lose less; nobody falls below the worst."""
+    """While it helps: who lacks most in all takes the room of those who lose less; nobody falls below the worst, or
+    what the rules allow below it."""
     problem = counts.problem
+    floor = counts.worst() * (1 - problem.rules.worst_share_slack)
+    chains = Chains(counts)
     for _ in range(_SWAPS_MAX):
         # A little above what must be held, since the programme rounds shares down.
-        worst = counts.worst() * (1 + 1e-6)
+        worst = floor * (1 + 1e-6)
         lacking = sorted(
             (
-                (-_weight(problem, number) * (1 - counts.shares[number]), number)
+                (-weight(problem, number) * (1 - counts.shares[number]), number)
                 for number, demand in enumerate(problem.demands)
                 if demand.planned_requests_s > 0 and counts.cells(number) and counts.shares[number] < 1 - _EQUAL
             )
         )
         tried = [place for _, number in lacking[:_POOR_TRIED] for place in counts.cells(number)]
-        if late() or not any(_pays(counts, place, worst) for place in tried):
+        if late() or not any(_pays(counts, place, worst) or _chained(counts, chains, place, worst) for place in tried):
             return
+
+
+def _chained(counts: Counts, chains: Chains, wanted: int, worst: float) -> bool:
+    """One more of `wanted` by a chain that loses less than it gives."""
+    cell = counts.problem.cells[wanted]
+    if cell.share <= 0 or counts.of[wanted] >= cell.most:
+        return False
+    gain = weight(counts.problem, cell.model) * min(cell.share, 1 - counts.shares[cell.model])
+    return chains.seat(wanted, worst, gain * (1 - 1e-6))
 
 
 def _pays(counts: Counts, wanted: int, worst: float) -> bool:
@@ -311,7 +248,7 @@ def _pays(counts: Counts, wanted: int, worst: float) -> bool:
     cell = counts.problem.cells[wanted]
     if cell.share <= 0 or counts.of[wanted] >= cell.most:
         return False
-    gain = _weight(counts.problem, cell.model) * min(cell.share, 1 - counts.shares[cell.model])
+    gain = weight(counts.problem, cell.model) * min(cell.share, 1 - counts.shares[cell.model])
     taken: list[int] = []
     lost = 0.0
     while lost < gain and not counts.fits(wanted) and len(taken) <= cell.option.gpus:
@@ -336,7 +273,7 @@ def _losses(counts: Counts, cell: Cell, worst: float) -> Iterator[tuple[float, f
         left = counts.shares[other.model] - other.share
         if other.model == cell.model or counts.below_minimum(other.model) or left < worst - _EQUAL:
             continue
-        lost = _weight(counts.problem, other.model) * (min(1.0, counts.shares[other.model]) - min(1.0, left))
+        lost = weight(counts.problem, other.model) * (min(1.0, counts.shares[other.model]) - min(1.0, left))
         yield lost / other.option.gpus, lost, place
 
 

@@ -62,6 +62,8 @@ class Rules:
     """Over which a change must pay for itself."""
     gpu_price: Mapping[str, float] = field(default_factory=dict)
     """Cost of a GPU-hour by kind, against `change_price`; 1 where not given."""
+    worst_share_slack: float = 0.0
+    """The worst-served share may be so far below its optimum, as a part of it, where the total gains; 0: max-min."""
     change_price: float = 1.0
     """Cost of a GPU-hour spent loading weights instead of serving, and of one lost with a stopped session."""
 

@@ -215,6 +215,8 @@ def _check_rules(rules: Rules) -> None:
     for name in ("useful_s_min", "horizon_s", "change_price"):
         if not 0 <= getattr(rules, name) < math.inf:
             raise BadRules(f"rules, {name}", f"is {getattr(rules, name)}", "give a number of 0 or more")
+    if not 0 <= rules.worst_share_slack <= 1:
+        raise BadRules("rules, worst_share_slack", f"is {rules.worst_share_slack}", "give 0 to 1")
     for project, gpus in rules.quota_gpus.items():
         if gpus < 0:
             raise BadRules(f"rules, quota of project `{project}`", f"is {gpus} GPUs", "give 0 or more")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serai.placer.bounds import total_bound, worst_share_bound
-from serai.placer.greedy import Counts, raised, rounded
+from serai.placer.counts import Counts
+from serai.placer.greedy import raised, rounded
 from serai.placer.placement import Level, Objective, SolveLimits
 from serai.placer.problem import Problem
 from serai.placer.programme import SCALE, Programme
@@ -47,6 +48,8 @@ class Search:
         for place, count in zip(cells, found.counts, strict=True):
             self.counts[place] = count
         self._held[name] = found.held
+        if name == "worst share":
+            self._held[name] = int(found.held * (1 - self._problem.rules.worst_share_slack))
         self._values[name] = found.level.value
         return found.level if relaxed is None else self._bounded(found.level, relaxed)
 

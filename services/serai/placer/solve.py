@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 
+from serai.placer.counts import Counts
 from serai.placer.demand import ModelDemand
 from serai.placer.fleet import Fleet
-from serai.placer.greedy import Counts, greedy
+from serai.placer.greedy import greedy
 from serai.placer.options import Option
 from serai.placer.packing import pack
 from serai.placer.placement import (

@@ -12,6 +12,7 @@ from serai.performance.shipped_models import shipped_card
 from serai.placer.demand import ModelDemand
 from serai.placer.fleet import Fleet
 from serai.placer.forecast import Forecaster
+from serai.placer.leading import Memory
 from serai.placer.options import Option, make_options
 from serai.placer.placement import Placement, Running, SolveLimits
 from serai.placer.plan import Instance, ModelFacts, Picture, PlanRules, PoolFacts, make_plan
@@ -92,7 +93,7 @@ class Dynamic:
     every_s: float = 60.0
     forecaster: Forecaster = field(default_factory=Forecaster)
     generation: int = 0
-    moves: list[float] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
     warm: dict[str, list[str]] = field(default_factory=dict)
     held: int = 0
 
@@ -103,7 +104,6 @@ class Dynamic:
     def decide(self, now_s: float, seen: Mapping[str, int], engines: Sequence[Engine]) -> Sequence[Start | Stop]:
         """One round of the placer."""
         self.generation += 1
-        self.moves = [at_s for at_s in self.moves if at_s > now_s - 3600]
         for name, count in seen.items():
             self.forecaster.observe(name, now_s, count, self.every_s)
         facts = self._facts(now_s)
@@ -137,14 +137,23 @@ class Dynamic:
         """What the plan rules let through."""
         instances = [_instance(engine, now_s) for engine in engines]
         pools = [PoolFacts(n.name, n.gpu, n.gpus, n.provider, frozenset({"vllm"})) for n in self.fleet.nodes]
-        picture = Picture(pools, instances, facts, moves_last_hour=len(self.moves), warm=self.warm)
+        memory = self.memory
+        picture = Picture(
+            pools,
+            instances,
+            facts,
+            moves_last_hour=memory.moves_last_hour(now_s),
+            warm=self.warm,
+            turns=memory.turns(now_s),
+        )
         plan = make_plan(picture, placement, self.rules, self.generation, limited=True)
         self.held += len(plan.held)
         by_shape = {_shape(option): option for option in self.options}
         freed = {action.pool for action in plan.changes if action.kind is ActionKind.STOP}
         found: list[Start | Stop] = []
+        memory.begins(plan.actions, now_s)
+        memory.moved(len(plan.changes), now_s)
         for action in plan.changes:
-            self.moves.append(now_s)
             if action.kind is ActionKind.STOP:
                 self.warm.setdefault(action.assignment.model, []).append(action.pool)
                 found.append(Stop(action.assignment.id))
