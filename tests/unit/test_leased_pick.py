@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -318,3 +319,20 @@ def test_a_session_that_refuses_such_a_place_is_asked_for_anew_and_its_other_pla
         assert len(bus.spent) == 1
 
     serve({"s1": REFUSED, "s2": STREAMED}, admit_at("s2"), talk)
+
+
+def test_an_ask_tells_what_other_requests_share_its_prefix() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        one, other = (json.dumps({"model": "m", "stream": True, "prompt": text}).encode() for text in ("Once", "Or"))
+        for body in (one, one, other):
+            await ask(client, body=body)
+        await ask(client, "x-session-id: a")
+        await ask(client, "x-session-id: b")
+        await ask(client, "x-session-id: a")
+        keys = [one.affinity for one in bus.asks]
+        assert all(keys)
+        assert keys[0] == keys[1]
+        assert keys[3] == keys[5] != keys[4]
+        assert len(set(keys)) == 4
+
+    serve({"s1": STREAMED}, admit_at("s1"), talk)

@@ -39,6 +39,7 @@ from serai.contracts.subjects import (
     LIMITS,
     MACRO_EXPLAIN,
     MACRO_PRESENCE,
+    MACRO_WISH,
     OPINION,
     OWNERS_BUCKET,
     PLACEMENT_APPLY,
@@ -129,7 +130,7 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # Says which instance prefills what, and takes instances over; it sees no prompt.
     "macro-scheduler": (
         [
-            *[*_READ_REGISTRY, TAKE.every, DRAIN.every, MACRO_PRESENCE.every, *_GROUPS],
+            *[*_READ_REGISTRY, TAKE.every, DRAIN.every, MACRO_PRESENCE.every, MACRO_WISH.every, *_GROUPS],
             *["_INBOX_ingress.>", "_INBOX_tools.>"],
         ],
         [
@@ -141,8 +142,8 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     "launcher": (
         [*_READ_REGISTRY, ENDED.every, DRAIN.every, *_LAUNCHERS, "_INBOX_tools.>", "_INBOX_placer.>"],
         [
-            *[*_HEAR_REGISTRY, POOL.every, LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, LAUNCHER_SCALE.every],
-            "_INBOX_launcher.>",
+            *[*_HEAR_REGISTRY, POOL.every, MACRO_WISH.every],
+            *[LAUNCHER_EXPLAIN.every, LAUNCHER_WAKE.every, LAUNCHER_SCALE.every, "_INBOX_launcher.>"],
         ],
     ),
     # Says which engine runs where; it sees no request.
@@ -151,7 +152,10 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
             *[*_READ_REGISTRY, ASSIGN.every, USAGE_DEMAND.every, LAUNCHER_SCALE.every],
             *[*_PLACEMENT, "_INBOX_tools.>"],
         ],
-        [*_HEAR_REGISTRY, POOL.every, PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every, "_INBOX_placer.>"],
+        [
+            *[*_HEAR_REGISTRY, POOL.every, MACRO_WISH.every, PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every],
+            "_INBOX_placer.>",
+        ],
     ),
 }
 
@@ -272,10 +276,21 @@ def _between_sites() -> list[str]:
     return sorted(one for one in subjects if not one.startswith("$") and one != ADMISSION.every)
 
 
+_SMALL_MACHINE_CORES = 4
+_NEVER_MS = 2**31 - 1
+
+
 def server_environment() -> dict[str, str]:
-    """Variables for a server that shares a small machine with everything else: on one thread its messages cost a third
-    less CPU, since none is passed between cores that are busy with our own processes."""
-    return {"GOMAXPROCS": "1"} if (os.cpu_count() or 1) <= 4 and "GOMAXPROCS" not in os.environ else {}
+    """Variables for a server that shares a small machine with everything else, where nobody has set them.
+
+    On one thread its messages cost a third less CPU, since none is passed between cores that are busy with our own
+    processes. Go's monitor wakes each 20 µs for as long as a server that is now and then idle has something to do: a
+    quarter of its CPU, unless its scheduler is traced, which is told to happen in 24 days. Then it looks each 10 ms.
+    """
+    if (os.cpu_count() or 1) > _SMALL_MACHINE_CORES:
+        return {}
+    wanted = {"GOMAXPROCS": "1", "GODEBUG": f"schedtrace={_NEVER_MS}"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def server_binary() -> str | None:

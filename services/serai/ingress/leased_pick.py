@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 
+import orjson
 import structlog
+from msgspec.structs import replace
 from opentelemetry.trace import SpanKind
 
 from serai.contracts.admission import AdmissionAnswer, AdmissionAsk, Decision
@@ -13,8 +16,10 @@ from serai.contracts.session_record import SessionRecord
 from serai.ingress import metrics
 from serai.ingress.call import Call
 from serai.ingress.choosing import Chooser
+from serai.ingress.endpoints import Body
 from serai.ingress.macro_scheduled import AdmissionClient, Ask, Outcome, count, outcome_name
 from serai.ingress.openai_format import ApiError
+from serai.ingress.routing import prompt_head
 from serai.runtime.telemetry import Tracing, context_of
 
 log = structlog.get_logger()
@@ -51,6 +56,7 @@ class LeasedPick:
             self._trace(call, granted, now, now)
             return self._granted(call, granted, now)
         until_s = min(call.deadline_s, call.started_s + self._wait_max_s())
+        ask = replace(ask, affinity=_affinity(call))
         answer = await self._client.ask(Ask(call.model, ask, until_s))
         ended_s = time.monotonic()
         count(call.model, answer, ended_s - now)
@@ -111,6 +117,17 @@ class LeasedPick:
             span.set_attribute("serai.session", answer.session)
             span.set_attribute("serai.admission.reason", answer.reason)
         span.end(start_ns + round((ended_s - began_s) * 1e9))
+
+
+def _affinity(call: Call) -> str:
+    """What other requests share with it whose prefix is warm where they went: its conversation, or the head of its
+    prompt, as the policies `session-sticky` and `prefix-affine` have it; kept apart by project."""
+    key = call.wish.ask.session_key.encode("utf-8", "surrogatepass")
+    if not key and call.endpoint.body is Body.JSON:
+        key = prompt_head(orjson.loads(call.body))
+    if not key:
+        return ""
+    return blake2b(key, digest_size=8, key=call.caller.project.encode()[:64]).hexdigest()
 
 
 def _refused(call: Call, answer: AdmissionAnswer) -> ApiError:

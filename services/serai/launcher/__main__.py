@@ -18,6 +18,7 @@ from serai.contracts.subjects import (
     LAUNCHER_SCALE,
     LAUNCHER_WAKE,
     LAUNCHERS_BUCKET,
+    MACRO_WISH,
     POOL,
     SESSION,
     STATUS,
@@ -79,7 +80,7 @@ def _launcher(bus: NatsBus, settings: LauncherSettings, site: Site, deployments:
 
 
 async def _self_test(bus: NatsBus, settings: LauncherSettings) -> None:
-    own = [subject.of_site(settings.site) for subject in (LAUNCHER_EXPLAIN, LAUNCHER_WAKE, LAUNCHER_SCALE)]
+    own = [subject.of_site(settings.site) for subject in (LAUNCHER_EXPLAIN, LAUNCHER_WAKE, LAUNCHER_SCALE, MACRO_WISH)]
     await bus.self_test(
         must_publish=[
             *["_INBOX_tools.self-test", DRAIN.every, ENDED.of_site(settings.site)],

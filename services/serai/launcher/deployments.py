@@ -45,6 +45,18 @@ class Deployment:
         return sha256(f"{self.model}\n{self.time_limit_s}\n{self.script}".encode()).hexdigest()[:16]
 
 
+def wished_slots(deployments: Sequence[Deployment], instances: int, given: Mapping[str, int]) -> tuple[str, int] | None:
+    """Which of a model's deployments is to have how many slots, for so many `instances` in all; None when none may be
+    scaled. `given`: the counts of the site file, below which nothing falls."""
+    scalable = [one for one in deployments if one.scale_to]
+    if not scalable:
+        return None
+    one = scalable[0]
+    others = sum([other.count for other in deployments if other is not one])
+    least, most = given.get(one.name, 0), max(one.scale_to, given.get(one.name, 0))
+    return one.name, min(most, max(least, instances - others))
+
+
 def picture_of(
     book: JobBook,
     deployments: Sequence[Deployment],

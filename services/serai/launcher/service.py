@@ -14,14 +14,24 @@ from dataclasses import replace
 
 import structlog
 
+from serai.contracts.admission import ScaleWish
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
 from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, ScaleRequest, SlotWord, WakeRequest
 from serai.contracts.placement import PoolReport
 from serai.contracts.registry import AllocationEnded
-from serai.contracts.subjects import DRAIN, ENDED, LAUNCHER_EXPLAIN, LAUNCHER_SCALE, LAUNCHER_WAKE, POOL, to_token
+from serai.contracts.subjects import (
+    DRAIN,
+    ENDED,
+    LAUNCHER_EXPLAIN,
+    LAUNCHER_SCALE,
+    LAUNCHER_WAKE,
+    MACRO_WISH,
+    POOL,
+    to_token,
+)
 from serai.launcher import metrics
-from serai.launcher.deployments import Deployment, picture_of
+from serai.launcher.deployments import Deployment, picture_of, wished_slots
 from serai.launcher.job_book import JobBook
 from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
 from serai.launcher.lease import Lease, StateKeys
@@ -106,6 +116,7 @@ class Launcher:
             await self._bus.subscribe(LAUNCHER_EXPLAIN.of_site(site), self.on_explain),
             await self._bus.subscribe(LAUNCHER_WAKE.of_site(site), self.on_wake),
             await self._bus.subscribe(LAUNCHER_SCALE.of_site(site), self.on_scale),
+            await self._bus.subscribe(MACRO_WISH.of_site(site), self.on_wish),
             await self._bus.subscribe(POOL.every, self.on_pool),
         ]
         await self._bus.barrier()
@@ -452,6 +463,25 @@ class Launcher:
             self._scale(request.deployment, request.count)
             self._wake.set()
             self._answer(message, self.word(""))
+
+    def on_wish(self, message: Message) -> None:
+        """How many instances a model's macro-scheduler wants: its deployment gets as many slots, as far as it may be
+        scaled. Who runs beside it, of other deployments, counts."""
+        try:
+            wish = decode(ScaleWish, message.data)
+        except MalformedMessage as error:
+            log.warning("launcher.bad_wish", error=str(error), effect="ignored")
+            return
+        if wish.owner != "launcher" or not self.lease.held:
+            return
+        ours = [one for one in self._deployments.values() if one.model == wish.model]
+        scaled = wished_slots(ours, wish.instances, self._counts)
+        if scaled is None:
+            log.debug("launcher.wish_ignored", model=wish.model, why="no deployment of it may be scaled (`scale_to`)")
+        elif self._deployments[scaled[0]].count != scaled[1]:
+            log.info("launcher.scaled", deployment=scaled[0], count=scaled[1], why=wish.why)
+            self._scale(*scaled)
+            self._wake.set()
 
     def _why_not_scale(self, request: ScaleRequest) -> str:
         """Empty = it may."""

@@ -14,6 +14,7 @@ from serai.contracts.subjects import (
     INSTANCE,
     MACRO_EXPLAIN,
     MACRO_PRESENCE,
+    MACRO_WISH,
     OWNERS_BUCKET,
     SESSION,
     STATUS,
@@ -59,6 +60,7 @@ async def _self_test(bus: NatsBus, settings: MacroSchedulerSettings) -> None:
     await bus.self_test(
         must_publish=[
             *["_INBOX_ingress.self-test", "_INBOX_tools.self-test", TAKE.every, MACRO_PRESENCE.every],
+            MACRO_WISH.of_site(settings.site),
             *[f"$KV.{bucket}.*" for bucket in buckets],
             *[f"$JS.API.STREAM.MSG.GET.KV_{bucket}" for bucket in buckets],
         ],

@@ -23,6 +23,7 @@ from serai.macro_scheduler.owner_keys import OwnerKeys
 from serai.macro_scheduler.ownership import next_leader_epoch
 from serai.macro_scheduler.settings import MacroSchedulerSettings
 from serai.macro_scheduler.term import Term
+from serai.macro_scheduler.wishing import Wishing
 from serai.runtime.bus import Bus, BusError
 from serai.runtime.kv_lease import KvLease, StateKeys
 
@@ -60,6 +61,8 @@ class Candidate:
         self._unheard_inbox = unheard_inbox
         self._epoch = 0
         self._why_not = ""
+        self._wanted = settings.instances_min
+        """With scaling: what the leader before wanted, or this one in its last term."""
         self._wake = asyncio.Event()
         self.lease: KvLease[GroupLease] = KvLease(
             groups,
@@ -67,7 +70,7 @@ class Candidate:
             name,
             settings.lease_s,
             time.monotonic,
-            lambda beat: GroupLease(self._name, self._epoch, beat),
+            lambda beat: GroupLease(self._name, self._epoch, beat, self._wanted_now()),
             self._on_taken,
             nobody=GroupLease("", 0, 0),
             name="macro-scheduler",
@@ -87,6 +90,7 @@ class Candidate:
         """Something may have changed among the instances."""
         if self.term is not None:
             self._meet(self.term)
+            self.term.look()
 
     async def _step(self) -> None:
         if not await self.lease.beat() and (holder := self.lease.seen_holder):
@@ -131,6 +135,7 @@ class Candidate:
             lambda: self.lease.held,
             self._on_deposed,
             self._unheard_inbox,
+            self._wishing(),
         )
         self.term = term  # From now on it hears reports.
         try:
@@ -149,13 +154,14 @@ class Candidate:
             await self.lease.beat()
 
     async def _end(self, term: Term) -> None:
+        self._wanted_now()
         self.term = None
         await term.end()
 
     async def _resign(self) -> None:
         if self.term is not None:
             await self._end(self.term)
-        await self.lease.give_back(GroupLease("", self._epoch, self.lease.beats + 1))
+        await self.lease.give_back(GroupLease("", self._epoch, self.lease.beats + 1, self._wanted_now()))
 
     def _meet(self, term: Term) -> None:
         """The group has the instances that the registry says serve."""
@@ -167,7 +173,19 @@ class Candidate:
             if session not in known:
                 term.join(record)
 
+    def _wishing(self) -> Wishing | None:
+        settings = self._settings
+        if not settings.scaling:
+            return None
+        return Wishing(self._bus, settings.site, self.model, self._epoch, settings.scaling_by, self._wanted)
+
+    def _wanted_now(self) -> int:
+        if self.term is not None and self.term.wishing is not None:
+            self._wanted = self.term.wishing.wanted
+        return self._wanted if self._settings.scaling else 0
+
     def _on_taken(self, before: GroupLease) -> None:
+        self._wanted = max(self._settings.instances_min, before.wanted)
         self._epoch = next_leader_epoch(max(before.epoch, self._epoch), self._heard_epoch(self.model))
 
     def _on_deposed(self, why: str) -> None:

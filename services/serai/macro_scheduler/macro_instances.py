@@ -111,7 +111,8 @@ class MacroInstances:
         if len(self.circles) < 2:
             return self.circles.values()
         capacities = [self._capacity(serial, circle, now_s) for serial, circle in self.circles.items()]
-        return [self.circles[serial] for serial in order(capacities, request.ask.request_id).serials]
+        ask = request.ask
+        return [self.circles[serial] for serial in order(capacities, ask.request_id, ask.affinity).serials]
 
     def _capacity(self, serial: int, circle: MacroInstance, now_s: float) -> Capacity:
         views = [self._views[session] for session in circle.members]

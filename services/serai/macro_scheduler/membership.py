@@ -153,6 +153,12 @@ class Membership:
         """Wished for and not here; a wish that nobody fulfils is forgotten after twice the time of a start."""
         return len(self._wished)
 
+    def resumed(self, wanted: int, now_s: float) -> None:
+        """Another leader has wanted so many instances until now: those that are not here start, by its wish."""
+        if self._scaling is not None and wanted:
+            self._scaling.resumed(now_s)
+            self._wished = [now_s] * max(0, wanted - len(self._macro_of))
+
     def forget_old_wishes(self, now_s: float) -> None:
         """Before the load is looked at."""
         if self._scaling is not None:

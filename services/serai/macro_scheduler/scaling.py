@@ -178,6 +178,10 @@ class Scaling:
         """When the next evaluation is due."""
         return self._next_s
 
+    def resumed(self, now_s: float) -> None:
+        """Another has decided until now: an instance that it has asked for may have to start yet."""
+        self._changed_at_s = now_s
+
     def evaluate(self, load: Load, now_s: float) -> Word | None:
         """None when it is not due yet."""
         if now_s < self._next_s:

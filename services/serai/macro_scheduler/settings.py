@@ -11,6 +11,7 @@ from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
 POLICIES = ("serai", "paper", "author_code")
+SCALERS = ("none", "placer", "launcher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,9 @@ class MacroSchedulerSettings(ConnectionSettings):
     instances_upper: int = setting(11, "N_u: a macro-instance has no more; the next one splits it")
     scaling: bool = setting(False, "say when a model needs an instance more or less, and drain those it does not need")
     scaling_trigger: str = setting("serai", f"whose rule says when: {', '.join(Trigger)}")
+    scaling_by: str = setting(
+        "none", "who starts and ends the instances it asks for: placer, launcher; none = it only drains, and logs"
+    )
     scaling_drain_s: float = setting(60.0, "what an instance that is not needed may still take for its requests")
     instances_min: int = setting(1, "with --scaling, a model keeps so many instances")
     instances_max: int = setting(64, "with --scaling, a model is given no more instances")
@@ -63,6 +67,10 @@ class MacroSchedulerSettings(ConnectionSettings):
             raise ValueError(f"--instances-lower, --instances-upper: {error}") from error
         if self.scaling_trigger not in list(Trigger):
             raise ValueError(f"--scaling-trigger {self.scaling_trigger!r}: must be one of {', '.join(Trigger)}")
+        if self.scaling_by not in SCALERS:
+            raise ValueError(f"--scaling-by {self.scaling_by!r}: must be one of {', '.join(SCALERS)}")
+        if self.scaling_by != "none" and not self.scaling:
+            raise ValueError(f"--scaling-by {self.scaling_by}: needs --scaling")
         try:
             self._scaling()
         except ValueError as error:
@@ -82,6 +90,7 @@ class MacroSchedulerSettings(ConnectionSettings):
             owner=owner,
             bounds=Bounds(self.instances_lower, self.instances_upper),
             scaling=self._scaling() if self.scaling else None,
+            drains=self.scaling_by == "none",
             grants=not self.always_ask,
         )
 

@@ -58,6 +58,7 @@ from serai.macro_scheduler.owner_keys import OwnerKeys
 from serai.macro_scheduler.ownership import Deposed
 from serai.macro_scheduler.predicting import InstanceSteps
 from serai.macro_scheduler.windows import Windows
+from serai.macro_scheduler.wishing import Wishing
 from serai.runtime.bus import Bus, BusError, Message, Subscription
 
 log = structlog.get_logger()
@@ -87,6 +88,7 @@ class Term:
         held: Callable[[], bool],
         deposed: Callable[[str], None],
         unheard_inbox: str,
+        wishing: Wishing | None = None,
     ) -> None:
         self.model = model
         self.epoch = epoch
@@ -97,6 +99,8 @@ class Term:
         self._held = held
         self._deposed = deposed
         self._unheard_inbox = unheard_inbox
+        self.wishing = wishing
+        """None: nobody starts instances for it."""
         self._steps: dict[str, InstanceSteps] = {}
         self._heard_epochs: dict[str, int] = {}
         """By session: the highest epoch that it has told."""
@@ -124,6 +128,8 @@ class Term:
         """Takes the instances, hears what they know, and from then on is asked. Raises BusError."""
         for record in records:
             self.join(record)
+        if self.wishing is not None:
+            self.group.macros.members.resumed(self.wishing.wanted, time.monotonic())
         self._note_obedience()
         try:
             async with asyncio.timeout(REBUILD_S):
@@ -188,6 +194,11 @@ class Term:
     def _note_obedience(self) -> None:
         if all(session in self._obeying for session in self._steps):
             self._all_obey.set()
+
+    def look(self) -> None:
+        """Now and then: what has to be said again."""
+        if self.wishing is not None and self._subscription is not None:
+            self.wishing.look(self._held, time.monotonic())
 
     # -- asks ----------------------------------------------------------------------------------------------------
 
@@ -273,6 +284,9 @@ class Term:
                 case Scale(change, why):
                     metrics.SCALE.of(self.model, f"{change:+d}").add()
                     log.info("macro.scale", model=self.model, change=change, why=why)
+                    if self.wishing is not None:
+                        self.wishing.scaled(self.group.macros.members, change, why)
+                        self.look()
                 case Drain(session, _, deadline_s):
                     self._drain(session, deadline_s)
                 case Sleep(session) | Wake(session):

@@ -13,6 +13,7 @@ from serai.contracts.subjects import (
     DISCONNECTED,
     INFERENCE,
     LAUNCHER_SCALE,
+    MACRO_WISH,
     PLACEMENT_APPLY,
     PLACEMENT_BUCKET,
     PLACEMENT_EXPLAIN,
@@ -86,7 +87,7 @@ def file_reader(path: Path) -> Callable[[], PlacementFile]:
 
 async def _self_test(bus: NatsBus, settings: PlacerSettings) -> None:
     buckets = (PLACEMENT_BUCKET, POOLS_BUCKET)
-    own = [subject.of_site(settings.site) for subject in (PLACEMENT_EXPLAIN, PLACEMENT_APPLY)]
+    own = [subject.of_site(settings.site) for subject in (PLACEMENT_EXPLAIN, PLACEMENT_APPLY, MACRO_WISH)]
     await bus.self_test(
         must_publish=[
             *["_INBOX_tools.self-test", ASSIGN.every, USAGE_DEMAND.of_site(settings.site)],

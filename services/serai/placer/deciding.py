@@ -14,10 +14,12 @@ from serai.placer.demand import ModelDemand
 from serai.placer.fleet import Fleet, Node
 from serai.placer.observed import NOTHING_SEEN, Observed, demand_of
 from serai.placer.options import Option, Options, make_options
+from serai.placer.picture import Instance, ModelFacts, Picture, PoolFacts
 from serai.placer.placement import Placement, Rules, Running, SolveLimits
 from serai.placer.placement_file import PlacedModel, PlacementFile
-from serai.placer.plan import Instance, ModelFacts, Picture, Plan, PoolFacts, make_plan
+from serai.placer.plan import Plan, make_plan
 from serai.placer.pools import LIVE, PoolView
+from serai.placer.scale_wishes import as_wished
 from serai.placer.solve import solve
 
 
@@ -44,6 +46,8 @@ class Situation:
     """What engines of a model took to serve on a kind of GPU, where that was seen."""
     turns: Mapping[str, int] = field(default_factory=dict)
     """As in `plan.Picture`."""
+    wished: Mapping[str, int] = field(default_factory=dict)
+    """Instances that models' macro-schedulers want."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +205,13 @@ def _facts(situation: Situation, options: Options, instances: Sequence[Instance]
     for model in situation.file.models.values():
         seen = situation.usage.get(model.name, NOTHING_SEEN)
         unused_s = seen.unused_s if situation.usage_known else 0.0
+        one_s = _typical(model.name, options, instances)
         facts[model.name] = ModelFacts(
-            demand_of(model, seen),
+            as_wished(demand_of(model, seen), situation.wished.get(model.name, 0), one_s),
             model.engine,
             model.path,
             model.arguments,
-            others_requests_s=situation.others.get(model.name, 0) * _typical(model.name, options, instances),
+            others_requests_s=situation.others.get(model.name, 0) * one_s,
             unused_s=unused_s,
             prewarm=model.name in situation.prewarm,
         )

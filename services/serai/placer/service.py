@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import structlog
 
+from serai.contracts.admission import ScaleWish
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.placement import (
     ASSIGNMENT_LABEL,
@@ -35,7 +36,7 @@ from serai.contracts.placement import (
     RunState,
     checked_report,
 )
-from serai.contracts.subjects import PLACEMENT_APPLY, PLACEMENT_EXPLAIN, POOL
+from serai.contracts.subjects import MACRO_WISH, PLACEMENT_APPLY, PLACEMENT_EXPLAIN, POOL
 from serai.placer import metrics
 from serai.placer.carrying_out import CarryingOut, Failure, Floor, Seen, SeenRun
 from serai.placer.deciding import Decision, Situation, decide
@@ -45,10 +46,11 @@ from serai.placer.launchers.base import Launcher
 from serai.placer.launching import Launching
 from serai.placer.leading import Memory, lease_of
 from serai.placer.load_times import LoadTimes
+from serai.placer.picture import failed_key
 from serai.placer.placement import SolveLimits
 from serai.placer.placement_file import Mode, PlacementFile
-from serai.placer.plan import failed_key
 from serai.placer.pools import Pools, PoolView, judged
+from serai.placer.scale_wishes import ScaleWishes
 from serai.placer.settings import PlacerSettings
 from serai.placer.staleness import content, gone
 from serai.placer.told import Overtaken, Told
@@ -100,6 +102,7 @@ class Placer:
         self._listening_since_s = time.monotonic()
         self.demand = DemandWatch(bus, settings.site, settings.demand_every_s)
         self.loads = LoadTimes()
+        self.wished = ScaleWishes()
         self._launching = Launching(launchers or {})
         self._carrying: CarryingOut | None = None
         self._decision: Decision | None = None
@@ -118,6 +121,7 @@ class Placer:
             await self._bus.subscribe(POOL.every, self.on_pool),
             await self._bus.subscribe(PLACEMENT_EXPLAIN.of_site(site), self.on_explain),
             await self._bus.subscribe(PLACEMENT_APPLY.of_site(site), self.on_apply),
+            await self._bus.subscribe(MACRO_WISH.of_site(site), self.on_wish),
         ]
         await self._bus.barrier()
         log.info("placer.ready", site=site, models=sorted(self._file.models), mode=str(self._file.mode))
@@ -141,6 +145,22 @@ class Placer:
             log.warning("placer.bad_report", subject=message.subject, error=str(error), effect="ignored")
             return
         if message.subject == POOL.of(report.pool) and self.pools.hear(report, time.monotonic()):
+            self._wake.set()
+
+    def on_wish(self, message: Message) -> None:
+        """How many instances a model's macro-scheduler wants."""
+        try:
+            wish = decode(ScaleWish, message.data)
+        except MalformedMessage as error:
+            log.warning("placer.bad_wish", error=str(error), effect="ignored")
+            return
+        now = time.monotonic()
+        before = self.wished.wanted(now).get(wish.model)
+        if why := self.wished.hear(wish, self._file.models, now):
+            log.debug("placer.wish_ignored", model=wish.model, why=why)
+        elif before != wish.instances:
+            log.info("placer.wish", model=wish.model, instances=wish.instances, why=wish.why)
+            self._news = True
             self._wake.set()
 
     async def _warming_up(self) -> None:
@@ -371,6 +391,7 @@ class Placer:
             self.loads.ages_s(now),
             self.loads.seen_s,
             self.memory.turns(now),
+            self.wished.wanted(now),
         )
 
     async def _plan(self, views: Sequence[PoolView]) -> None:

@@ -264,6 +264,24 @@ class GroupLease(msgspec.Struct, frozen=True):
     epoch: int
     """Grows with each change of holder."""
     beat: int
+    wanted: int = 0
+    """With scaling: how many instances it wants; 0 = it has never said. The next holder begins from there."""
+
+
+class ScaleWish(msgspec.Struct, frozen=True):
+    """How many instances a model's group wants, from its leader to whoever starts and ends them at its site. It is said
+    again and again while it holds, so one that is lost changes nothing."""
+
+    model: str
+    instances: int
+    """In all: those that serve, those that start, and those that are missing."""
+    owner: str
+    """Who is to act on it: `placer` or `launcher`, never both."""
+    epoch: int
+    """Of the leader: an older one's wishes are over."""
+    holds_s: float
+    """It is over when it has not been said again for so long."""
+    why: str = ""
 
 
 class MacroExplainRequest(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@
 | `take.<session>`           | group's leader → one agent | `TakeInstance`, answered with `InstanceState`          |
 | `macro.explain.<site>`     | tools → macro-scheduler    | `MacroExplainRequest`, answered with `MacroWord`       |
 | `macro.presence.<process>` | macro-schedulers → one     | `GroupLease` it should hold; or nobody is there        |
+| `macro.wish.<site>`        | macro-scheduler → placer or launcher | `ScaleWish`, every few seconds, may be lost  |
 | `usage.demand.<site>`      | placer → ledger            | `DemandRequest`, answered with `DemandAnswer`          |
 | `pool.<pool>`              | pool agent → placers       | `PoolReport`, every few seconds, may be lost           |
 | `assign.<pool>`            | placer → one pool agent    | `Assignments`, answered with `PoolReport`              |
@@ -47,6 +48,7 @@ from serai.contracts.admission import (
     GroupLease,
     InstanceReport,
     MacroExplainRequest,
+    ScaleWish,
     TakeInstance,
 )
 from serai.contracts.drain import DrainRequest
@@ -156,6 +158,7 @@ INSTANCE: Subject[InstanceReport] = Subject("instance", InstanceReport)
 TAKE: Subject[TakeInstance] = Subject("take", TakeInstance)
 MACRO_EXPLAIN: Subject[MacroExplainRequest] = Subject("macro.explain", MacroExplainRequest)
 MACRO_PRESENCE: Subject[GroupLease] = Subject("macro.presence", GroupLease)
+MACRO_WISH: Subject[ScaleWish] = Subject("macro.wish", ScaleWish)
 LAUNCHER_EXPLAIN: Subject[ExplainRequest] = Subject("launcher.explain", ExplainRequest)
 LAUNCHER_WAKE: Subject[WakeRequest] = Subject("launcher.wake", WakeRequest)
 LAUNCHER_SCALE: Subject[ScaleRequest] = Subject("launcher.scale", ScaleRequest)
