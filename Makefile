@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 STATE ?= .serai
 PORT ?= 8000
 AGENTS ?= 1
+# Tests start thousands of processes: where this is set, each would compile all of Serai anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup up smoke test check unit simulation simulate integration clients test-clients test-slurm test-slurm-moves test-slurm-others peers bench lock vllm test-vllm clean
 
@@ -54,7 +56,7 @@ check: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/pytest tests/unit tests/golden
+	$(BIN)/pytest -n 2 --dist worksteal tests/unit tests/golden
 
 simulation: setup
 	$(BIN)/pytest -n 2 --dist worksteal tests/simulation

@@ -44,6 +44,7 @@ def bench(environment: dict[str, str], *words: str) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(ended.stdout))
 
 
+@pytest.mark.alone  # They wait for a machine with nothing else to do.
 def test_gateway_compares_serai_with_the_engine_alone(environment: dict[str, str]) -> None:
     printed = bench(environment, "gateway", *SHORT)
     assert (printed["name"], printed["raw"]) == ("bench gateway", None)
@@ -57,6 +58,7 @@ def test_gateway_compares_serai_with_the_engine_alone(environment: dict[str, str
     assert (figures["direct_errors"], figures["serai_errors"]) == (0, 0)
 
 
+@pytest.mark.alone  # They wait for a machine with nothing else to do.
 def test_overhead_says_what_is_added_and_where(environment: dict[str, str], tmp_path: Path) -> None:
     printed = bench(environment, "overhead", *SHORT, "--raw", str(tmp_path / "raw"))
     figures = printed["figures"]

@@ -15,6 +15,7 @@ import uvloop
 
 from serai.bench.load import ClosedRun, Connection, LoadOutcome, LoadTask, carry_out
 
+pytestmark = pytest.mark.alone
 MODEL = "m"
 
 
@@ -57,7 +58,7 @@ def engine() -> Iterator[Engine]:
 
 
 def test_every_request_is_counted_once(engine: Engine) -> None:
-    outcome = engine.load(connections=4, warmup_s=0.0, requests_max=40, duration_s=1.0)
+    outcome = engine.load(connections=4, warmup_s=0.0, requests_max=40, duration_s=3.0)
     assert outcome.completed == 40
     assert len(outcome.latencies_ms) == 40
     assert outcome.errors == {}
@@ -65,7 +66,7 @@ def test_every_request_is_counted_once(engine: Engine) -> None:
 
 
 def test_every_token_is_counted_once(engine: Engine) -> None:
-    outcome = engine.load(connections=3, tokens=50, stream=True, warmup_s=0.0, requests_max=6, duration_s=2.0)
+    outcome = engine.load(connections=3, tokens=50, stream=True, warmup_s=0.0, requests_max=6, duration_s=4.0)
     assert (outcome.completed, outcome.tokens, outcome.errors) == (6, 300, {})
     assert len(outcome.first_tokens_ms) == 6
     assert max(outcome.first_tokens_ms) < min(outcome.latencies_ms)
