@@ -21,8 +21,9 @@ log = structlog.get_logger()
 RECORDS = Counts("serai_ingress_usage_records", "Usage records made, or dropped for want of room", ["fate"])
 PENDING = Gauge("serai_ingress_usage_pending_bytes", "Usage records that JetStream has not acknowledged yet")
 
-GATHER_S = 0.1
-"""Records of so long go together in one message."""
+GATHER_S = 0.5
+"""Records of so long go together in one message: each costs JetStream, and the ledger's database, some files' writing,
+however many records it holds."""
 MESSAGE_BYTES_MAX = 256 * 1024
 BACK_OFF_S, BACK_OFF_MAX_S = 0.25, 10.0
 ADOPT_EVERY_S = 10.0
