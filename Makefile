@@ -102,10 +102,10 @@ test-slurm: setup
 
 # Side by side, for they mostly wait for Slurm; each file starts a Slurm of its own.
 test-slurm-moves:
-	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration/test_slurm_moves.py
+	SERAI_PORTS=20000-25999 SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration/test_slurm_moves.py
 
 test-slurm-others:
-	SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm --ignore tests/integration/test_slurm_moves.py
+	SERAI_PORTS=26000-31999 SERAI_REQUIRE_SLURM=1 $(BIN)/pytest tests/integration -m slurm --ignore tests/integration/test_slurm_moves.py
 
 # vLLM in an environment of its own: its torch is nobody else's business. It looks itself up under the name `vllm`, and
 # takes the machine for one with GPUs unless its version says otherwise.
