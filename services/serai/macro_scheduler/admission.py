@@ -148,7 +148,10 @@ class AuthorCode:
             saved.append(request.slo_ttft_s)
         existing = _existing(instance, active)
         if existing.count:
-            saved.append(existing.most_s - (now_s - instance.reported_at_s))
+            # As of the switch: the released code stamps an instance's time when it becomes active, and not again; so
+            # slack of then is held against all prefills since, those that are done included.
+            at_s = instance.switched_at_s if active else now_s
+            saved.append(existing.most_s - (at_s - instance.reported_at_s))
         least_s = min(saved, default=float("inf"))
         figures = (("need_time", need_s), ("min saved", least_s))
         if least_s <= need_s:
