@@ -151,6 +151,13 @@ def test_author_code_lets_the_most_optimistic_speak_for_all() -> None:
     assert not AuthorCode().judge(view(decoding=decoding), request(1100), False, 0.0).fits
 
 
+def test_author_code_takes_slack_as_of_the_switch() -> None:
+    found = window(view(decoding=slack(1, 1.0), older=slack(1, 1.0), window=1), 0.0)
+    found.switched_at_s = 0.0
+    assert AuthorCode().judge(found, request(900), True, 0.8).fits
+    assert not AuthorCode().judge(found, request(900), False, 0.8).fits
+
+
 def test_author_code_never_lets_anybody_wait_here() -> None:
     found = views(slack(1, 0.1), slack(1, 0.1))
     assert circle(found).choose(request(), found, AuthorCode(), (), 0.0)[0] is not None

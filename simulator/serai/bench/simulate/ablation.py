@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from serai.bench.report import Report, hand_out, say
-from serai.bench.simulate.goodput import effort_of
+from serai.bench.simulate.goodput import LEVELS, effort_of
 from serai.bench.simulate.study.cells import MODELS, TARGETS, Candidate, Slice, paper_slice
 from serai.bench.simulate.study.command import (
     add_study_arguments,
@@ -29,7 +29,6 @@ from serai.bench.simulate.study.scans import ScanJob
 from serai.bench.simulate.study.systems import serai_parts
 from serai.runtime.fields import BadInput
 from serai.simulator.fast.paper_clusters import CLUSTERS
-from serai.simulator.goodput import LEVELS
 from serai.simulator.reports.drawing import ExtraMissing
 from serai.simulator.reports.study_pictures import grouped_bars
 from serai.simulator.reports.tables import write_table_csv

@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from serai.bench.report import Report, hand_out, say
 from serai.bench.simulate.goodput import effort_of, lost_share
@@ -71,7 +72,7 @@ def bursts(arguments: argparse.Namespace) -> Report:
     where = paper_slice(arguments.cluster, arguments.model, arguments.dataset)
     systems = arguments.systems or (QUICK_SYSTEMS if quick else SYSTEMS)
     comparisons = {
-        cv: Comparison(systems, [where], effort_of(arguments), ratios_max=1, cv=cv)
+        cv: Comparison(systems, [where], replace(effort_of(arguments), levels=LEVELS), ratios_max=1, cv=cv)
         for cv in (QUICK_CVS if quick else CVS)
     }
     jobs = [job for comparison in comparisons.values() for job in comparison.plan()]

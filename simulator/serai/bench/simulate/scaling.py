@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from serai.bench.report import Report, hand_out, say
 from serai.bench.simulate.dynamic_scaling import dynamic
-from serai.bench.simulate.goodput import effort_of
+from serai.bench.simulate.goodput import LEVELS, effort_of
 from serai.bench.simulate.study.cells import MODELS, TARGETS, Candidate, Slice, paper_slice
 from serai.bench.simulate.study.command import (
     add_study_arguments,
@@ -30,7 +30,6 @@ from serai.bench.simulate.study.paper_figures import STATIC_SCALING
 from serai.bench.simulate.study.scans import ScanJob
 from serai.runtime.fields import BadInput
 from serai.simulator.fast.paper_clusters import CLUSTERS
-from serai.simulator.goodput import LEVELS
 from serai.simulator.reports.drawing import ExtraMissing
 from serai.simulator.reports.study_pictures import lines
 from serai.simulator.reports.tables import write_table_csv

@@ -78,8 +78,8 @@ class MacroSettings:
     group: GroupSettings
     path: ReportPath = field(default_factory=ReportPath)
     hold_output: bool = False
-    """`author_code`: what a request says in the window in which it came is delivered when the window is over, or
-    S_TTFT after it began."""
+    """`author_code`: what a request says in the window in which it came is delivered when the window is over, S_TTFT
+    after it began, or when its instance has nothing left to do."""
 
 
 class _Lossy:
@@ -138,7 +138,7 @@ class MacroScheduled:
                 waiting_max=100_000,
                 step_tokens_max=spec.settings.step_tokens_max,
                 tells_steps=True,
-                slack_from_first_token=not self._gated,
+                slack_from_first_token=group.policy == "paper",
                 ordinary_position=Position.MIXED if self._gated else Position.PREFILL,
                 ordinary_tokens_max=512 if self._gated else None,
             ),
@@ -205,7 +205,7 @@ class MacroScheduled:
         if now_s >= self._report_after_s[instance]:
             self._report(instance, now_s)
         if self._held is not None:
-            self._effects += self._held.due(now_s)
+            self._effects += self._held.due(instance, not (step.running or step.waiting), now_s)
 
     def _to_gate(self, instance: int, event: gate.GateEvent, now_s: float) -> None:
         for effect in self.gates[instance].handle(event, now_s):
@@ -324,7 +324,7 @@ class MacroScheduled:
 
 
 class _HeldOutput:
-    """The active instance's output, kept back until its window is over or S_TTFT long."""
+    """The active instance's output, kept back until its window is over or S_TTFT long, or it has nothing left to do."""
 
     def __init__(self, slo_ttft_s: float) -> None:
         self._slo_ttft_s = slo_ttft_s
@@ -339,8 +339,9 @@ class _HeldOutput:
             self._window, self._began_s = (instance, window), now_s
         self._numbers.append(number)
 
-    def due(self, now_s: float) -> list[Effect]:
-        if self._numbers and now_s - self._began_s >= self._slo_ttft_s:
+    def due(self, instance: int, is_idle: bool, now_s: float) -> list[Effect]:
+        """After a step of `instance`, which `is_idle` when it has nothing left to do."""
+        if self._numbers and (now_s - self._began_s >= self._slo_ttft_s or (is_idle and instance == self._window[0])):
             self._flush()
         due, self._due = self._due, []
         return due
