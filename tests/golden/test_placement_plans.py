@@ -15,8 +15,9 @@ import pytest
 from serai.contracts.placement import ActionKind, Assignment, RunState
 from serai.placer.demand import LengthSpread, ModelDemand
 from serai.placer.options import Option
+from serai.placer.picture import Instance, ModelFacts, Picture, PlanRules, PoolFacts
 from serai.placer.placement import Placed, Placement
-from serai.placer.plan import Instance, ModelFacts, Picture, Plan, PlanRules, PoolFacts, make_plan
+from serai.placer.plan import Plan, make_plan
 
 FOLDER = Path(__file__).parent / "placement"
 WRITE = os.environ.get("SERAI_WRITE_GOLDEN") == "1"
@@ -44,7 +45,9 @@ def runs(id: str, model: str, pool: str, *, age_s: float = 1000.0, **more: objec
     made = more.pop("option", option(model))
     assert isinstance(made, Option)
     one = Assignment(id, model, "emulated", made.gpus, made.tensor)
-    return Instance(id, made, pool, one, RunState.SERVING, f"s-{id}", age_s, **more)  # type: ignore[arg-type]
+    state = more.pop("state", RunState.SERVING)
+    assert isinstance(state, RunState)
+    return Instance(id, made, pool, one, state, f"s-{id}", age_s, **more)  # type: ignore[arg-type]
 
 
 def wanted(*placed: tuple[Option, str, str | None]) -> Placement:
@@ -63,7 +66,7 @@ def text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-A, B = option("a"), option("b")
+A, B, D = option("a"), option("b"), option("d")
 CASES = {
     "first engines on free GPUs": (
         Picture(pools(1, 1), [], [facts("a", 1.0), facts("b", minimum=1)]),
@@ -132,6 +135,33 @@ CASES = {
             [facts("a", 0.2), facts("b", 3.0)],
         ),
         wanted((option("b", tensor=2, requests_s=5.0), "p0", None)),
+    ),
+    "a small engine moves to make room for a large one": (
+        Picture(
+            pools(2, 2, 1),
+            [
+                runs("a0", "a", "p0"),
+                runs("a1", "a", "p1"),
+                runs("a2", "a", "p2"),
+                runs("c0", "c", "p0"),
+                runs("d0", "d", "p1"),
+            ],
+            [facts("a", 1.0), facts("b", 3.0), facts("c", 1.0), facts("d", 1.0)],
+        ),
+        wanted(
+            (option("b", tensor=2, requests_s=5.0), "p0", None),
+            (option("c"), "p1", None),
+            (D, "p1", "d0"),
+            (A, "p2", "a2"),
+        ),
+    ),
+    "what ends waits for an engine that loads": (
+        Picture(
+            pools(1, 1),
+            [runs("a0", "a", "p0"), runs("a1", "a", "p1", state=RunState.STARTING, age_s=20)],
+            [facts("a", 1.0), facts("b", 2.0)],
+        ),
+        wanted((A, "p1", "a1"), (B, "p0", None)),
     ),
     "limits of the hour": (
         Picture(pools(1, 1), [], [facts("a", 1.0), facts("b", 1.0)], moves_last_hour=59),

@@ -18,9 +18,9 @@ from serai.placer.carrying_out import CarryingOut, Floor, Seen, SeenRun
 from serai.placer.deciding import Situation, decide
 from serai.placer.leading import Memory
 from serai.placer.observed import Observed
+from serai.placer.picture import failed_key
 from serai.placer.placement import SolveLimits
 from serai.placer.placement_file import read_placement
-from serai.placer.plan import failed_key
 from serai.placer.pools import LIVE, Pools
 from serai.worker_agent.pool_book import Effect, Over, PoolBook, Serves, StartEngine, StopEngine, Told
 

@@ -169,3 +169,22 @@ def test_no_model_falls_below_its_minimum_whatever_the_plan(
     assert carrying.over
     for model, least in minimums.items():
         assert min((count[model] for count in history), default=9) >= min(least, at_first[model])
+
+
+def test_a_stop_waits_for_an_engine_that_loads_already() -> None:
+    world = World({"p0": 1, "p1": 1})
+    a0, a1 = world.add("a0", "a", "p0"), world.add("a1", "a", "p1")
+    world.runs["a1"] = ("p1", a1, RunState.STARTING)
+    carrying = CarryingOut([PlanAction(ActionKind.STOP, "p0", a0, after=["a1"])], {"a": Floor(0, False)})
+    assert not carrying.look(world.seen(), 0.0).told
+    world.go_on()
+    assert carrying.look(world.seen(), 1.0).told == {"p0": []}
+
+
+def test_a_stop_is_left_out_when_what_it_waits_for_fails() -> None:
+    world = World({"p0": 1, "p1": 1})
+    a0, a1 = world.add("a0", "a", "p0"), world.add("a1", "a", "p1")
+    world.runs["a1"] = ("p1", a1, RunState.FAILED)
+    carrying = CarryingOut([PlanAction(ActionKind.STOP, "p0", a0, after=["a1"])], {"a": Floor(0, False)})
+    assert not carrying.look(world.seen(), 0.0).told
+    assert carrying.over and "a1" in carrying.skipped["a0"]

@@ -97,7 +97,7 @@ class CarryingOut:
             if self._may(action, seen):
                 self._released[action.assignment.id] = now
                 fresh.append(action)
-        if not fresh and not self._under_way() and (harmed := self._least_harm(seen)) is not None:
+        if not fresh and not self._under_way(seen) and (harmed := self._least_harm(seen)) is not None:
             self._released[harmed.assignment.id] = now
             fresh.append(harmed)
         return self._step(fresh, seen)
@@ -108,8 +108,17 @@ class CarryingOut:
         id = action.assignment.id
         return id in self.done or id in self.failed or id in self.skipped
 
-    def _under_way(self) -> bool:
-        return any(a.assignment.id in self._released and not self._settled(a) for a in self._actions)
+    def _under_way(self, seen: Seen) -> bool:
+        """Something will come without a further step: what has been told, or an engine that loaded before."""
+        return any(
+            not self._settled(action)
+            and (action.assignment.id in self._released or any(self._loads(one, seen) for one in action.after))
+            for action in self._actions
+        )
+
+    def _loads(self, id: str, seen: Seen) -> bool:
+        ours = any(action.assignment.id == id for action in self._actions)
+        return not ours and not self._serves(id, seen) and not self._lost(id, seen)
 
     def _judge(self, action: PlanAction, seen: Seen, now: float) -> None:
         """Whether it has come to its end."""
@@ -119,7 +128,7 @@ class CarryingOut:
         if action.kind is ActionKind.STOP:
             if pool not in seen.pools or (run is None and (released_s is None or pool in seen.settled)):
                 self.done.add(id)
-            elif lost := [one for one in action.after if one in self.failed or one in self.skipped]:
+            elif lost := [one for one in action.after if self._lost(one, seen)]:
                 self.skipped[id] = f"it stays, for what was to take its place does not serve ({', '.join(lost)})"
             return
         if pool not in seen.pools:
@@ -138,7 +147,18 @@ class CarryingOut:
             return False
         if action.kind is ActionKind.START:
             return self._fits(action, seen)
-        return all(one in self.done for one in action.after) and self._above_floor(action, seen, soft=True)
+        return all(self._serves(one, seen) for one in action.after) and self._above_floor(action, seen, soft=True)
+
+    def _serves(self, id: str, seen: Seen) -> bool:
+        """What a stop waits for: a start of this plan, or an engine that was loading when it was made."""
+        run = seen.runs.get(id)
+        return id in self.done or (run is not None and run.state is RunState.SERVING)
+
+    def _lost(self, id: str, seen: Seen) -> bool:
+        if id in {action.assignment.id for action in self._actions}:
+            return id in self.failed or id in self.skipped
+        run = seen.runs.get(id)
+        return run is None or run.state is RunState.FAILED
 
     def _fits(self, action: PlanAction, seen: Seen) -> bool:
         """Whether its pool has the GPUs, once those that may end have ended."""
@@ -182,7 +202,7 @@ class CarryingOut:
             for action in self._actions
             if action.kind is ActionKind.STOP
             and not self._settled(action)
-            and all(one in self.done for one in action.after)
+            and all(self._serves(one, seen) for one in action.after)
             and self._above_floor(action, seen, soft=False)
         ]
         if stops:

@@ -97,6 +97,7 @@ def decide(
         quota_gpus=situation.file.quotas,
         horizon_s=situation.file.rules.horizon_s,
         useful_s_min=min(300.0, situation.file.rules.horizon_s),
+        worst_share_slack=situation.file.rules.fairness.slack,
     )
     demands = [_without_others(one) for one in facts.values()]
     placement = solve(fleet, demands, options.feasible, running, rules, limits, clock=clock)

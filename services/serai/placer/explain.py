@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from serai.contracts.placement import ActionKind, ModelWord, PlanAction, PoolWord
 from serai.placer.deciding import Decision, Situation
 from serai.placer.observed import NOTHING_SEEN
+from serai.placer.picture import Instance, ModelFacts
 from serai.placer.placement_file import PlacedModel
-from serai.placer.plan import Instance, ModelFacts
 from serai.placer.pools import PoolView
 
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from serai.contracts.placement import Assignment, RunState
 from serai.placer.demand import ModelDemand
 from serai.placer.options import Option
 
 
+class Fairness(StrEnum):
+    """Whom a shortage falls on."""
+
+    STRICT = "strict"
+    """The worst-served model's share is as large as it can be, however dear that is."""
+    BALANCED = "balanced"
+    """It may be down to half of that, where more requests are served in all."""
+
+    @property
+    def slack(self) -> float:
+        """As in `placement.Rules.worst_share_slack`."""
+        return 0.5 if self is Fairness.BALANCED else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
     """When a change is worth it. Times in seconds."""
 
+    fairness: Fairness = Fairness.STRICT
     horizon_s: float = 1800.0
     """Over which a change must pay for itself."""
     margin: float = 1.5

@@ -26,7 +26,7 @@ from serai.performance.model_card import BadModelConfig
 from serai.performance.shipped_models import shipped_card
 from serai.placer.demand import BadDemand, LengthSpread, ModelDemand
 from serai.placer.options import Option
-from serai.placer.plan import PlanRules
+from serai.placer.picture import Fairness, PlanRules
 from serai.runtime.fields import BadInput, Fields
 from serai.runtime.strict_yaml import NotYaml, load
 
@@ -216,12 +216,14 @@ _RULES_LEAST = {"margin": 1.0, "moves_per_hour": 1}
 
 
 def _rules(part: Fields) -> PlanRules:
-    given: dict[str, float | int | None] = {}
+    given: dict[str, float | int | Fairness | None] = {}
     for item in fields(PlanRules):
         name = item.name
         if not part.has(name):
             continue
-        if name == "moves_per_hour":
+        if name == "fairness":
+            given[name] = Fairness(part.choice(name, Fairness))
+        elif name == "moves_per_hour":
             given[name] = part.whole(name, least=1)
         elif name == "cold_after_s" and part.any(name) == "never":
             given[name] = None

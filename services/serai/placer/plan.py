@@ -8,16 +8,16 @@ again, and no model falls below its minimum. What is not done is told, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from serai.contracts.placement import ActionKind, Assignment, PlanAction
+from serai.placer.changes import Change, Changes, Seat, joined
 from serai.placer.options import Option
-from serai.placer.picture import Instance, ModelFacts, Picture, PlanRules, PoolFacts, failed_key
-from serai.placer.placement import Placed, Placement
+from serai.placer.picture import Fairness, Instance, ModelFacts, Picture, PlanRules
+from serai.placer.placement import Placement
+from serai.placer.plan_order import in_order
 from serai.placer.worth import Worth
-
-__all__ = ["Instance", "ModelFacts", "Picture", "Plan", "PlanRules", "PoolFacts", "failed_key", "make_plan"]
 
 NOTHING = 1e-9
 TURNS_MAX = 4
@@ -48,24 +48,6 @@ def make_plan(picture: Picture, placement: Placement, rules: PlanRules, generati
     return _Planner(picture, placement, rules, generation, limited).plan()
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Engines of one pool that end, and engines that start; done together or not at all."""
-
-    pool: str
-    stops: tuple[Instance, ...]
-    starts: tuple[Option, ...]
-
-    @property
-    def gpus_taken(self) -> int:
-        """GPUs that somebody has now."""
-        return sum(one.option.gpus for one in self.stops)
-
-    @property
-    def load_s(self) -> float:
-        return max((option.load_s for option in self.starts), default=0.0)
-
-
 class _Planner:
     def __init__(
         self, picture: Picture, placement: Placement, rules: PlanRules, generation: int, limited: bool
@@ -77,7 +59,6 @@ class _Planner:
         self._limited = limited
         self._facts = {facts.model: facts for facts in picture.models}
         self._worth = Worth(self._facts)
-        self._pools = {pool.name: pool for pool in picture.pools}
         self._live: dict[str, Instance] = {one.id: one for one in picture.instances}
         self._new: list[Option] = []
         self._room = {pool.name: pool.gpus for pool in picture.pools}
@@ -94,135 +75,71 @@ class _Planner:
         kept = {placed.session for placed in self._placement.placed if placed.session is not None}
         starts = [placed for placed in self._placement.placed if placed.session is None]
         stops = [one for one in self._picture.instances if one.id not in kept]
-        self._judge_all(self._ordered(self._changes(starts, stops)))
+        changes, unseated = Changes(self._picture, self._facts).of(starts, stops)
+        for one in unseated:
+            self._hold(one.option, one.why)
+        self._judge_all(self._ordered(joined(changes)))
         self._stop_cold()
         gone = {action.assignment.id for action in self._actions if action.kind is ActionKind.STOP}
         keeps = [_keep(one) for one in self._picture.instances if one.id not in gone]
-        actions = (*self._after(self._actions), *keeps)
+        actions = (*in_order(self._actions, self._starting()), *keeps)
         return Plan(self._generation, actions, tuple(self._held), tuple(self._let_go))
-
-    # -- what belongs together -----------------------------------------------------------------------------------
-
-    def _changes(self, starts: Sequence[Placed], stops: Sequence[Instance]) -> list[_Change]:
-        free = {pool.name: pool.gpus for pool in self._picture.pools}
-        for one in self._picture.instances:
-            free[one.pool] = free.get(one.pool, 0) - one.option.gpus
-        changes: list[_Change] = []
-        crowded: list[Placed] = []
-        for placed in starts:
-            if len(placed.nodes) != 1:
-                self._hold(placed.option, "pool agents run engines of one node only; this one needs several")
-            elif why := self._no_engine(placed.option):
-                self._hold(placed.option, why)
-            elif (seat := self._seat(placed, free)) is not None:
-                free[seat] -= placed.option.gpus
-                changes.append(_Change(seat, (), (placed.option,)))
-            else:
-                crowded.append(placed)
-        waiting = list(stops)
-        for placed in crowded:
-            change = self._exchange(placed, free, waiting)
-            if change is None:
-                self._hold(placed.option, f"there is no room on {placed.nodes[0][0]} now")
-            else:
-                changes.append(change)
-        return changes
-
-    def _seat(self, placed: Placed, free: Mapping[str, int]) -> str | None:
-        """A pool with room for it: the one that the solver chose, unless another has the weights at hand, or the
-        engine has failed there."""
-        option, chosen = placed.option, placed.nodes[0][0]
-        fits = [
-            pool.name
-            for pool in self._picture.pools
-            if pool.gpu == option.gpu and free[pool.name] >= option.gpus and self._can_start(option.model, pool.name)
-        ]
-        warm = self._picture.warm.get(option.model, ())
-        return min(fits, key=lambda name: (name not in warm, name != chosen, free[name], name), default=None)
-
-    def _no_engine(self, option: Option) -> str:
-        """Why no pool could start it, whatever else runs there; empty = one could."""
-        facts = self._facts.get(option.model)
-        if facts is None:
-            return "nothing is known of its model"
-        of_kind = [pool for pool in self._picture.pools if pool.gpu == option.gpu]
-        if any(facts.engine in pool.engines for pool in of_kind):
-            return ""
-        there = ", ".join(sorted({engine for pool in of_kind for engine in pool.engines})) or "none"
-        return f"no pool with {option.gpu} has the engine `{facts.engine}` (there is {there})"
-
-    def _can_start(self, model: str, pool: str) -> bool:
-        """Whether the pool has its engine, may have its requests, and has not failed with it lately."""
-        facts, there = self._facts[model], self._pools.get(pool)
-        if there is None or facts.engine not in there.engines or failed_key(model, pool) in self._picture.failed:
-            return False
-        allowed = facts.demand.providers_allowed
-        return not allowed or there.provider in allowed
-
-    def _exchange(self, placed: Placed, free: dict[str, int], stops: list[Instance]) -> _Change | None:
-        """Takes from `stops` those of the pool that must end for it."""
-        option, pool = placed.option, placed.nodes[0][0]
-        if pool not in free or not self._can_start(option.model, pool):
-            return None
-        room = free[pool]
-        taken: list[Instance] = []
-        for one in sorted((one for one in stops if one.pool == pool), key=lambda one: (one.in_flight, one.id)):
-            if room >= option.gpus:
-                break
-            taken.append(one)
-            room += one.option.gpus
-        if room < option.gpus:
-            return None
-        for one in taken:
-            stops.remove(one)
-        free[pool] = room - option.gpus
-        return _Change(pool, tuple(taken), (option,))
 
     # -- what is worth it ----------------------------------------------------------------------------------------
 
-    def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
+    def _starting(self) -> dict[str, list[str]]:
+        """Engines that load now and stay, by model: what ends beside them waits for them."""
+        found: dict[str, list[str]] = {}
+        for one in self._live.values():
+            if not one.serving and self._useful(one):
+                found.setdefault(one.model, []).append(one.id)
+        return found
+
+    def _ordered(self, changes: Iterable[Change]) -> list[Change]:
         """Those first that need no engine to end, then those that help the worst-served most."""
         worst = self._worth.shares(self._live_and_new())
 
-        def rank(change: _Change) -> tuple[bool, bool, float, str]:
-            helped = min((worst.get(option.model, 1.0) for option in change.starts), default=1.0)
-            lacks = any(self._lacks(option.model) for option in change.starts)
-            return bool(change.stops), not lacks, helped, change.pool
+        def rank(change: Change) -> tuple[bool, bool, float, tuple[str, ...]]:
+            helped = min((worst.get(seat.option.model, 1.0) for seat in change.starts), default=1.0)
+            lacks = any(self._lacks(seat.option.model) for seat in change.starts)
+            return bool(change.stops), not lacks, helped, change.pools
 
         return sorted(changes, key=rank)
 
-    def _judge_all(self, changes: Sequence[_Change]) -> None:
+    def _judge_all(self, changes: Sequence[Change]) -> None:
         """In order; who counts on room that an exchange leaves comes after it, or not at all when that is not done."""
         waiting = list(changes)
         while ready := [change for change in waiting if self._has_room(change)]:
             self._judge(ready[0])
             waiting.remove(ready[0])
         for change in waiting:
-            for option in change.starts:
-                self._hold(option, f"there is no room on {change.pool} now")
+            for seat in change.starts:
+                self._hold(seat.option, f"there is no room on {seat.pool} now")
 
-    def _has_room(self, change: _Change) -> bool:
-        return sum(option.gpus for option in change.starts) <= self._room.get(change.pool, 0) + change.gpus_taken
+    def _has_room(self, change: Change) -> bool:
+        return all(change.gpus_more(pool) <= self._room.get(pool, 0) for pool in change.pools)
 
-    def _judge(self, change: _Change) -> None:
+    def _judge(self, change: Change) -> None:
         if why := self._why_not(change):
-            for option in change.starts:
-                self._hold(option, why)
+            for seat in change.starts:
+                self._hold(seat.option, why)
             return
-        why = self._why(change)
+        whys = {seat: self._why(seat, change) for seat in change.starts}
         for one in change.stops:
             del self._live[one.id]
-        for option in change.starts:
-            self._new.append(option)
-            self._actions.append(self._start(option, change.pool, why))
-        starts = " and ".join(sorted({option.model for option in change.starts}))
+        for seat in change.starts:
+            self._new.append(seat.option)
+            self._actions.append(self._start(seat, whys[seat]))
         for one in change.stops:
-            self._actions.append(_stop(one, f"its place is for {starts}: {why}"))
+            here = [seat for seat in change.starts if seat.pool == one.pool] or change.starts
+            models = " and ".join(sorted({seat.option.model for seat in here}))
+            self._actions.append(_stop(one, f"its place is for {models}: {whys[here[0]]}"))
         self._moves += len(change.stops) + len(change.starts)
         self._moved_gpus += change.gpus_taken
-        self._room[change.pool] += change.gpus_taken - sum(option.gpus for option in change.starts)
+        for pool in change.pools:
+            self._room[pool] = self._room.get(pool, 0) - change.gpus_more(pool)
 
-    def _why_not(self, change: _Change) -> str:
+    def _why_not(self, change: Change) -> str:
         """Why not to do it; empty = do."""
         rules = self._rules
         for one in change.stops:
@@ -235,34 +152,38 @@ class _Planner:
                 return why
         if why := self._over_limit(change):
             return why
-        before, after = self._live_and_new(), [*self._without(change), *change.starts]
+        before, after = self._live_and_new(), self._with(change)
         if not change.stops:
-            helps = self._worth.total(after) > self._worth.total(before) + NOTHING or self._lacks(
-                change.starts[0].model
+            helps = self._worth.total(after) > self._worth.total(before) + NOTHING or any(
+                self._lacks(seat.option.model) for seat in change.starts
             )
             return "" if helps else "nobody waits for it"
         return self._not_worth(change, before, after)
 
-    def _not_worth(self, change: _Change, before: Sequence[Option], after: Sequence[Option]) -> str:
+    def _not_worth(self, change: Change, before: Sequence[Option], after: Sequence[Option]) -> str:
         rules = self._rules
         left_s = rules.horizon_s - change.load_s
         if left_s <= 0:
             return f"it loads for {change.load_s:.0f} s, and the horizon is {rules.horizon_s:.0f} s"
-        if any(self._lacks(option.model) for option in change.starts):
+        if any(self._lacks(seat.option.model) for seat in change.starts):
             return ""
-        affected = {option.model for option in (*change.starts, *[one.option for one in change.stops])}
+        affected = change.models
         turns = max(self._picture.turns.get(model, 0) for model in affected)
         # What goes back and forth follows a demand that nobody can measure so well: it has to gain more each time.
         patience = 2.0 ** min(turns, TURNS_MAX)
         fairness_gain = max(rules.fairness_gain, min(FAIRNESS_GAIN_MAX, rules.fairness_gain * patience))
-        if self._worth.worst(after, affected) >= self._worth.worst(before, affected) + fairness_gain:
+        floor = self._fair_floor()
+        now, then = (min(floor, self._worth.worst(options, affected)) for options in (before, after))
+        if then >= now + fairness_gain:
             return ""
         gain = (self._worth.total(after) - self._worth.total(before)) * left_s
         lost_s = change.load_s + rules.drain_s
-        loss = (self._worth.total(before) - self._worth.total(self._without(change))) * lost_s
+        # What only moves serves until its new engine does.
+        meanwhile = self._without(change, but=change.moved)
+        loss = (self._worth.total(before) - self._worth.total(meanwhile)) * lost_s
         loss += sum(one.in_flight for one in change.stops)
         # What the place itself is worth while it loads, or nothing would be lost where somebody can spare it.
-        loss += change.load_s * sum(self._facts[one.model].demand.priority * one.requests_s for one in change.starts)
+        loss += sum(self._idle_while_loading(seat.option) for seat in change.starts)
         if gain > patience * rules.margin * loss and gain > NOTHING:
             return ""
         if gain <= NOTHING:
@@ -272,7 +193,19 @@ class _Planner:
             f"and lose {loss:.0f} while it loads" + (f"; its models have turned {turns} times lately" if turns else "")
         )
 
-    def _over_limit(self, change: _Change) -> str:
+    def _fair_floor(self) -> float:
+        """A share above which nobody need be helped at the cost of others."""
+        if self._rules.fairness is Fairness.STRICT:
+            return 1.0
+        shares = self._placement.served_share
+        return min((shares.get(name, 1.0) for name, one in self._facts.items() if _asked(one)), default=1.0)
+
+    def _idle_while_loading(self, option: Option) -> float:
+        """Requests that it could have served by the time it has loaded."""
+        demand = self._facts[option.model].demand
+        return option.load_s * demand.priority * min(option.requests_s, demand.planned_requests_s)
+
+    def _over_limit(self, change: Change) -> str:
         if not self._limited:
             return ""
         rules, moves = self._rules, len(change.stops) + len(change.starts)
@@ -285,13 +218,14 @@ class _Planner:
             return f"{self._moved_gpus} GPUs change hands already; the limit is {most:.0f} of {all_gpus} at once"
         return ""
 
-    def _below_minimum(self, stopped: Instance, change: _Change) -> str:
+    def _below_minimum(self, stopped: Instance, change: Change) -> str:
         facts = self._facts.get(stopped.model)
         if facts is None:
             return ""
         ending = sum(one.model == stopped.model for one in change.stops)
         left = sum(one.model == stopped.model for one in self._live.values()) - ending
-        left += sum(option.model == stopped.model for option in (*self._new, *change.starts))
+        left += sum(option.model == stopped.model for option in self._new)
+        left += sum(seat.option.model == stopped.model for seat in change.starts)
         minimum = facts.demand.min_replicas
         return f"{stopped.model} would have {left} engines, and its minimum is {minimum}" if left < minimum else ""
 
@@ -308,8 +242,12 @@ class _Planner:
         there = sum(one.model == model for one in self._live.values()) + sum(o.model == model for o in self._new)
         return there < facts.demand.min_replicas or (facts.prewarm and there == 0)
 
-    def _without(self, change: _Change) -> list[Option]:
-        ending = {one.id for one in change.stops}
+    def _with(self, change: Change) -> list[Option]:
+        return [*self._without(change), *[seat.option for seat in change.starts]]
+
+    def _without(self, change: Change, but: frozenset[str] = frozenset()) -> list[Option]:
+        """Engines once those of the change have ended, except for models in `but`."""
+        ending = {one.id for one in change.stops if one.model not in but}
         return [*[one.option for one in self._live.values() if one.id not in ending], *self._new]
 
     def _live_and_new(self) -> list[Option]:
@@ -340,7 +278,8 @@ class _Planner:
 
     # -- words ---------------------------------------------------------------------------------------------------
 
-    def _start(self, option: Option, pool: str, why: str) -> PlanAction:
+    def _start(self, seat: Seat, why: str) -> PlanAction:
+        option = seat.option
         facts = self._facts[option.model]
         number = sum(action.kind is ActionKind.START for action in self._actions) + 1
         assignment = Assignment(
@@ -356,10 +295,10 @@ class _Planner:
             list(facts.arguments),
             why,
         )
-        return PlanAction(ActionKind.START, pool, assignment, "", why)
+        return PlanAction(ActionKind.START, seat.pool, assignment, "", why)
 
-    def _why(self, change: _Change) -> str:
-        model = change.starts[0].model
+    def _why(self, seat: Seat, change: Change) -> str:
+        model = seat.option.model
         facts = self._facts[model]
         minimum, wanted = facts.demand.min_replicas, facts.demand.planned_requests_s
         if self._lacks(model):
@@ -367,10 +306,20 @@ class _Planner:
                 f"{model} has fewer engines than its minimum of {minimum}" if minimum else f"{model} will be used soon"
             )
         before = self._worth.shares(self._live_and_new())[model]
-        shares = self._worth.shares([*self._without(change), *change.starts])
+        shares = self._worth.shares(self._with(change))
+        if model in change.moved and shares[model] <= before + NOTHING:
+            return self._why_it_moves(model, change, shares)
         text = f"{model} is asked {wanted:.2f} requests/s, of which {shares[model]:.0%} are served in time with it"
-        losers = sorted({one.model for one in change.stops} - {model})
+        losers = sorted({one.model for one in change.stops} - {model} - change.moved)
         return "; ".join([f"{text}, {before:.0%} without", *[self._loss(loser, shares) for loser in losers]])
+
+    @staticmethod
+    def _why_it_moves(model: str, change: Change, shares: Mapping[str, float]) -> str:
+        gains = sorted({seat.option.model for seat in change.starts} - {model})
+        if not gains:
+            return f"{model} runs better there"
+        served = " and ".join(f"{one}, which is then served {shares[one]:.0%} of what it is asked" for one in gains)
+        return f"{model} makes room for {served}"
 
     @staticmethod
     def _loss(loser: str, shares: Mapping[str, float]) -> str:
@@ -380,17 +329,9 @@ class _Planner:
     def _hold(self, option: Option, why: str) -> None:
         self._held.append(f"{option.key} is not started: {why}")
 
-    @staticmethod
-    def _after(actions: Sequence[PlanAction]) -> list[PlanAction]:
-        """Starts before stops; a stop waits for the new engines of its own model that do not need its GPUs."""
-        starts = [action for action in actions if action.kind is ActionKind.START]
-        freed = {action.pool for action in actions if action.kind is ActionKind.STOP}
-        ordered = list(starts)
-        for stop in (action for action in actions if action.kind is ActionKind.STOP):
-            model = stop.assignment.model
-            first = [s.assignment.id for s in starts if s.assignment.model == model and s.pool not in freed]
-            ordered.append(replace(stop, after=first))
-        return ordered
+
+def _asked(facts: ModelFacts) -> bool:
+    return facts.demand.planned_requests_s > 0
 
 
 def _keep(one: Instance) -> PlanAction:

@@ -15,36 +15,9 @@ from serai.placer.fleet import Fleet
 from serai.placer.greedy import greedy
 from serai.placer.options import Option
 from serai.placer.packing import pack
-from serai.placer.placement import (
-    BadRules,
-    BadRunning,
-    Level,
-    Missing,
-    Objective,
-    Placed,
-    Placement,
-    Rules,
-    Running,
-    SolveLimits,
-    Status,
-)
+from serai.placer.placement import Level, Objective, Placement, Rules, Running, SolveLimits, Status
 from serai.placer.problem import Problem, make_problem
 from serai.placer.scoring import greedy_levels, missing, served_shares
-
-__all__ = [
-    "BadRules",
-    "BadRunning",
-    "Level",
-    "Missing",
-    "Objective",
-    "Placed",
-    "Placement",
-    "Rules",
-    "Running",
-    "SolveLimits",
-    "Status",
-    "solve",
-]
 
 TIME_SHARES = {"replicas": 0.1, "worst share": 0.5, "total": 0.6, "cost": 1.0, "latency": 1.0}
 """Of the time that is left, for each level in turn."""

@@ -14,8 +14,9 @@ from serai.placer.fleet import Fleet
 from serai.placer.forecast import Forecaster
 from serai.placer.leading import Memory
 from serai.placer.options import Option, make_options
-from serai.placer.placement import Placement, Running, SolveLimits
-from serai.placer.plan import Instance, ModelFacts, Picture, PlanRules, PoolFacts, make_plan
+from serai.placer.picture import Instance, ModelFacts, Picture, PlanRules, PoolFacts
+from serai.placer.placement import Placement, Rules, Running, SolveLimits
+from serai.placer.plan import Plan, make_plan
 from serai.placer.solve import solve
 
 SLO_TTFT_S = 5.0
@@ -109,13 +110,13 @@ class Dynamic:
         facts = self._facts(now_s)
         demands = [fact.demand for fact in facts]
         running = [Running(e.id, e.option, ((e.node, e.option.gpus),), since_s=now_s - e.started_s) for e in engines]
-        limits = SolveLimits(self.solve_s)
-        placement = solve(self.fleet, demands, self.options, running, limits=limits)
+        limits, binding = SolveLimits(self.solve_s), Rules(worst_share_slack=self.rules.fairness.slack)
+        placement = solve(self.fleet, demands, self.options, running, binding, limits)
         if placement.missing:
             # Not everything that may come can be had: first what is expected.
             facts = [replace(f, demand=replace(f.demand, requests_s_high=None)) for f in facts]
             expected = [fact.demand for fact in facts]
-            placement = solve(self.fleet, expected, self.options, running, limits=limits)
+            placement = solve(self.fleet, expected, self.options, running, binding, limits)
         return self._worth(now_s, placement, facts, engines)
 
     def _facts(self, now_s: float) -> list[ModelFacts]:
@@ -148,18 +149,31 @@ class Dynamic:
         )
         plan = make_plan(picture, placement, self.rules, self.generation, limited=True)
         self.held += len(plan.held)
-        by_shape = {_shape(option): option for option in self.options}
-        freed = {action.pool for action in plan.changes if action.kind is ActionKind.STOP}
-        found: list[Start | Stop] = []
         memory.begins(plan.actions, now_s)
-        memory.moved(len(plan.changes), now_s)
+        found = self._begun(plan, now_s, engines)
+        memory.moved(len(found), now_s)
+        return found
+
+    def _begun(self, plan: Plan, now_s: float, engines: Sequence[Engine]) -> list[Start | Stop]:
+        """What can be done of it now. The rest waits for engines that load, and is in the next plan again, as a placer
+        plans anew while a plan is under way."""
+        by_shape = {_shape(option): option for option in self.options}
+        serving = {engine.id for engine in engines if engine.ready_s <= now_s}
+        room = {node.name: node.gpus for node in self.fleet.nodes}
+        for engine in engines:
+            room[engine.node] -= engine.option.gpus
+        found: list[Start | Stop] = []
+        freed: set[str] = set()
         for action in plan.changes:
-            if action.kind is ActionKind.STOP:
+            if action.kind is ActionKind.STOP and serving.issuperset(action.after):
                 self.warm.setdefault(action.assignment.model, []).append(action.pool)
                 found.append(Stop(action.assignment.id))
-            else:
-                node = self.fleet.by_name[action.pool]
-                option = by_shape[_assigned_shape(action.assignment, node.gpu)]
+                room[action.pool] += action.assignment.gpus
+                freed.add(action.pool)
+        for action in plan.changes:
+            if action.kind is ActionKind.START and action.assignment.gpus <= room[action.pool]:
+                room[action.pool] -= action.assignment.gpus
+                option = by_shape[_assigned_shape(action.assignment, self.fleet.by_name[action.pool].gpu)]
                 found.append(Start(option, action.pool, waits=action.pool in freed))
         return found
 

@@ -10,7 +10,7 @@ from serai.bench.place.policies import SLO_TTFT_S, Dynamic, Static, options_of
 from serai.bench.place.replay import Course, replay
 from serai.bench.place.traces import RateTrace
 from serai.placer.fleet import Fleet, Node
-from serai.placer.plan import PlanRules
+from serai.placer.picture import PlanRules
 
 NODE_GPUS = 4
 STATIC_SHARES = (None, 0.9, 0.97, 0.99)
