@@ -11,7 +11,7 @@ from serai.bench.place.fluid import QUEUE_SHARE, FluidQueue
 from serai.bench.place.opentela_case import Pool, demands, measured_options, score
 from serai.bench.place.replay import Engine, OverCommitted, Start, Stop, replay
 from serai.bench.place.simulate import read_trace
-from serai.bench.place.study import best_static, dynamic, fleet_of
+from serai.bench.place.study import compare, fleet_of
 from serai.bench.place.traces import RateTrace, TracedModel, published_marginals
 from serai.placer.demand import LengthSpread
 from serai.placer.fleet import Fleet, Node
@@ -82,8 +82,9 @@ def test_when_demand_changes_sides_the_dynamic_placement_follows() -> None:
     before = RateTrace("t", models, (tuple(busy + busy), tuple(quiet + quiet)))
     trace = RateTrace("t", models, (tuple(busy + quiet), tuple(quiet + busy)))
     fleet = fleet_of({"a100-sxm-80": 8})
-    stays, _, static = best_static(before, trace, fleet, 0.0, lambda _: None)
-    moves = dynamic(trace, fleet, static, 0.0)
+    compared = compare(before, trace, fleet, 0.0, lambda _: None)
+    stays, moves = compared.static, compared.dynamic
+    assert compared.usual.attainment <= stays.attainment
     assert moves.attainment > stays.attainment + 0.1
     assert moves.gpu_hours <= fleet.gpus * 2
     assert 0 < max(moves.moves_by_hour) <= 120

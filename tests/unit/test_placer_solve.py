@@ -11,6 +11,7 @@ from serai.bench.place import opentela_case
 from serai.placer import baselines
 from serai.placer.demand import BadDemand, LengthSpread, ModelDemand
 from serai.placer.fleet import BadFleet, Fleet, Node
+from serai.placer.options import Option
 from serai.placer.placement import BadRules, BadRunning, Placed, Placement, Rules, Running, SolveLimits
 from serai.placer.solve import solve
 from serai.placer.verify import violations
@@ -237,3 +238,43 @@ def test_the_verifier_sees_what_is_wrong() -> None:
     assert any("pinned session s is left out" in wrong for wrong in violations(fleet, wanted, good, gone))
     boast = replace(good, served_share={"m": 0.5})
     assert any("is said to be served" in wrong for wrong in violations(fleet, wanted, boast))
+
+
+# Room by chains, and whom a shortage falls on
+
+
+def _large_among_small() -> tuple[Fleet, list[ModelDemand], list[Option], list[Running]]:
+    """`large` runs on GH200 only, where `small` has its one engine; on A100 `spare` has one more than it needs."""
+    fleet = Fleet([Node("gh", GH200, 1), Node("a", A100, 2)])
+    options = [option("large", 2.0, GH200), option("small", 5.0, GH200), option("small", 3.0), option("spare", 4.0)]
+    running = [Running("s", options[1], (("gh", 1),))]
+    running += [Running(f"x{place}", options[3], (("a", 1),)) for place in range(2)]
+    return fleet, [demand("large", 2.0), demand("small", 2.0), demand("spare", 4.0)], options, running
+
+
+def test_an_engine_goes_elsewhere_where_a_large_one_has_no_other_place() -> None:
+    fleet, demands, options, running = _large_among_small()
+    placement = solve(fleet, demands, options, running, limits=SolveLimits(0.0))
+    assert placement.status == "greedy"
+    assert min(placement.served_share.values()) == 1.0
+    kept = {placed.session for placed in placement.placed if placed.session}
+    assert len(kept) == 1
+    assert kept < {"x0", "x1"}
+
+
+@pytest.mark.parametrize("time_s", [0.0, 5.0])
+def test_a_shortage_falls_on_the_dear_model_as_far_as_the_rules_let_it(time_s: float) -> None:
+    fleet = _fleet(8)
+    demands, options = [demand("dear", 8.0), demand("cheap", 80.0)], [option("dear", 1.0), option("cheap", 10.0)]
+    shares = {}
+    for slack in (0.0, 0.5, 1.0):
+        rules = Rules(worst_share_slack=slack)
+        found = solve(fleet, demands, options, rules=rules, limits=SolveLimits(time_s, workers=1))
+        shares[slack] = (found.served_share["dear"], found.served_share["cheap"])
+        assert not violations(fleet, demands, found)
+    assert shares == {0.0: (0.5, 0.5), 0.5: (0.25, 0.75), 1.0: (0.0, 1.0)}
+
+
+def test_a_slack_that_is_no_share_is_refused() -> None:
+    with pytest.raises(BadRules, match="worst_share_slack"):
+        solve(_fleet(1), [demand("a", 1.0)], [option("a", 1.0)], rules=Rules(worst_share_slack=1.5))

@@ -217,11 +217,12 @@ def _raise_total(counts: Counts, late: Callable[[], bool]) -> None:
     """While it helps: who lacks most in all takes the room of those who lose less; nobody falls below the worst, or
     what the rules allow below it."""
     problem = counts.problem
-    floor = counts.worst() * (1 - problem.rules.worst_share_slack)
-    chains = Chains(counts)
+    slack = problem.rules.worst_share_slack
+    floor, chains = 0.0, Chains(counts)
     for _ in range(_SWAPS_MAX):
         # A little above what must be held, since the programme rounds shares down.
-        worst = floor * (1 + 1e-6)
+        floor = max(floor, counts.worst() * (1 - slack))
+        worst = floor * (1 if slack else 1 + 1e-6)
         lacking = sorted(
             (
                 (-weight(problem, number) * (1 - counts.shares[number]), number)

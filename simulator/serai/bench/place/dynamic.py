@@ -8,14 +8,15 @@ solver, plan rules, cold starts. The same again with a quarter fewer GPUs.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serai.bench.place.dynamic_check import gaps
 from serai.bench.place.policies import Static, options_of
 from serai.bench.place.replay import Course
-from serai.bench.place.study import HEAD, Compared, compare, dynamic, fleet_of, raw, row
+from serai.bench.place.study import HEAD, RULES, Compared, compare, dynamic, fleet_of, raw, row
 from serai.bench.place.traces import RateTrace, published_marginals, servegen_models
 from serai.bench.report import Report, add_report_arguments, hand_out, say
+from serai.placer.picture import Fairness, PlanRules
 from serai.runtime.settings import refuse
 from serai.simulator.data_folder import data_folder
 
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--solve-s", type=float, default=0.0, help="CP-SAT's time a decision; 0 is greedy (%(default)s)"
     )
+    parser.add_argument(
+        "--fairness", type=Fairness, choices=list(Fairness), default=Fairness.STRICT, help="(%(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse(f"--hours {hours}: give more than 0 and at most 24")
     days = published_marginals(arguments.seed, hours=48, mean_s=arguments.rate)
     steps = round(hours * 60)
-    halves = [_half(days.cut(0, DAY_STEPS), days.cut(DAY_STEPS, steps), FLEET, arguments.solve_s)]
+    rules = replace(RULES, fairness=arguments.fairness)
+    halves = [_half(days.cut(0, DAY_STEPS), days.cut(DAY_STEPS, steps), FLEET, arguments.solve_s, rules)]
     notes = []
     recorded = _servegen(arguments)
     if recorded is None:
@@ -62,9 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         # The recording is one day: its first half is the day before.
         middle = recorded.steps // 2
-        halves.append(
-            _half(recorded.cut(0, middle), recorded.cut(middle, min(middle, steps)), SERVEGEN_FLEET, arguments.solve_s)
-        )
+        rest = recorded.cut(middle, min(middle, steps))
+        halves.append(_half(recorded.cut(0, middle), rest, SERVEGEN_FLEET, arguments.solve_s, rules))
     say("check of the fluid against the fast simulator")
     trace = days.cut(DAY_STEPS, steps)
     checked = gaps(trace, options_of(trace, fleet_of(FLEET)), arguments.seed)
@@ -74,13 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _half(before: RateTrace, trace: RateTrace, gpus: dict[str, int], solve_s: float) -> Half:
+def _half(before: RateTrace, trace: RateTrace, gpus: dict[str, int], solve_s: float, rules: PlanRules) -> Half:
     say(f"{trace.name}: {trace.steps} minutes, {sum(gpus.values())} GPUs")
-    compared, _ = compare(before, trace, fleet_of(gpus), solve_s, say)
+    compared = compare(before, trace, fleet_of(gpus), solve_s, say, rules)
     small = fleet_of(gpus, FEWER)
     # It starts from a placement made for the smaller fleet in the same way.
     start = Static(before, small, options_of(trace, small), compared.static_share, solve_s)
-    fewer = dynamic(trace, small, start, solve_s)
+    fewer = dynamic(trace, small, start, solve_s, rules)
     say(f"dynamic on {small.gpus} GPUs: {fewer.attainment:.4f}")
     return Half(trace.name, compared, fewer)
 
@@ -108,6 +112,7 @@ def _report(
         static, moved, fewer = half.compared.static, half.compared.dynamic, half.fewer
         figures |= {
             f"{prefix}static_attainment": static.attainment,
+            f"{prefix}static_chosen_before_attainment": half.compared.usual.attainment,
             f"{prefix}dynamic_attainment": moved.attainment,
             f"{prefix}gpu_hours_ratio": moved.gpu_hours / static.gpu_hours,
             f"{prefix}moves_per_hour": moved.moves_per_hour,
@@ -118,19 +123,25 @@ def _report(
             f"{prefix}fewer_gpus_attainment": fewer.attainment,
             f"{prefix}fewer_gpus_gpu_hours_ratio": fewer.gpu_hours / static.gpu_hours,
         }
-        named = [(f"{half.name}: static", static), (f"{half.name}: dynamic", moved)]
-        named.append((f"{half.name}: dynamic, fewer GPUs", fewer))
+        named = [
+            (f"{half.name}: static", static),
+            (f"{half.name}: static, chosen the day before", half.compared.usual),
+            (f"{half.name}: dynamic", moved),
+            (f"{half.name}: dynamic, fewer GPUs", fewer),
+        ]
         table += [row(name, course) for name, course in named]
         courses += named
     figures["fluid_gap_points"] = sum(abs(a - b) for _, a, b in checked) / max(1, len(checked)) * 100
     peaks = sorted((trace.peak_over_mean(place) for place in range(len(trace.models))), reverse=True)
     figures["peak_over_mean_max"], figures["peak_over_mean_15th"] = peaks[0], peaks[14]
     notes = [
-        "static: the best on this very trace of placements made for the mean, p90, p97 and p99 of the day before",
+        "static: the best on this very trace of placements made for the mean, p90, p97 and p99 of the day before; "
+        "beside it the one that was best on the day before",
         "who would wait for more than half the TTFT target is turned away, under both",
         f"fewer GPUs: {FEWER:.0%} of each kind, in whole nodes of four",
         *notes,
     ]
     config = {"hours": hours, "seed": arguments.seed, "rate": arguments.rate, "solve_s": arguments.solve_s}
+    config["fairness"] = str(arguments.fairness)
     samples = {"courses": raw(courses), "check": checked}
     return Report("place bench dynamic", config, figures, table, notes, samples)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         rest = rest.cut(0, min(rest.steps, 120))
     say(f"{trace.name}: {rest.steps} minutes on {fleet.gpus} GPUs")
-    compared, _ = compare(past, rest, fleet, arguments.solve_s, say)
+    compared = compare(past, rest, fleet, arguments.solve_s, say)
     static, moved = compared.static, compared.dynamic
     figures = {
         "attainment": moved.attainment,

@@ -22,10 +22,13 @@ RULES = PlanRules(cold_after_s=7200.0, moves_per_hour=120)
 
 @dataclass(frozen=True)
 class Compared:
-    """The best static placement and the dynamic one."""
+    """Static placements and the dynamic one."""
 
     static: Course
+    """The best on the replayed trace."""
     static_share: float | None
+    usual: Course
+    """The one that was best on the day before."""
     dynamic: Course
 
 
@@ -40,20 +43,29 @@ def fleet_of(gpus: dict[str, int], share: float = 1.0) -> Fleet:
     )
 
 
-def best_static(
+@dataclass(frozen=True)
+class _Tried:
+    """A static placement on the day before, from which it was made, and on the trace."""
+
+    share: float | None
+    static: Static
+    before: Course
+    course: Course
+
+
+def _statics(
     before: RateTrace, trace: RateTrace, fleet: Fleet, solve_s: float, tell: Callable[[str], None]
-) -> tuple[Course, float | None, Static]:
-    """The static placement that does best on `trace`, of those that the day before would suggest. Choosing by what came
-    is in its favour."""
+) -> list[_Tried]:
+    """What the day before would suggest."""
     options = options_of(trace, fleet)
-    found: list[tuple[Course, float | None, Static]] = []
+    found: list[_Tried] = []
     for share in STATIC_SHARES:
         static = Static(before, fleet, options, share, solve_s)
-        course = replay(trace, fleet, static, SLO_TTFT_S)
+        then, course = (replay(one, fleet, static, SLO_TTFT_S) for one in (before, trace))
         told = "its mean" if share is None else f"p{share * 100:g} of its minutes"
-        tell(f"static for {told} of the day before: {course.attainment:.4f}")
-        found.append((course, share, static))
-    return max(found, key=lambda one: one[0].attainment)
+        tell(f"static for {told} of the day before: {course.attainment:.4f}, then {then.attainment:.4f}")
+        found.append(_Tried(share, static, then, course))
+    return found
 
 
 def dynamic(trace: RateTrace, fleet: Fleet, start: Static, solve_s: float, rules: PlanRules = RULES) -> Course:
@@ -63,16 +75,23 @@ def dynamic(trace: RateTrace, fleet: Fleet, start: Static, solve_s: float, rules
 
 
 def compare(
-    before: RateTrace, trace: RateTrace, fleet: Fleet, solve_s: float, tell: Callable[[str], None]
-) -> tuple[Compared, Static]:
-    """Both on the whole fleet."""
-    course, share, static = best_static(before, trace, fleet, solve_s, tell)
-    moved = dynamic(trace, fleet, static, solve_s)
+    before: RateTrace,
+    trace: RateTrace,
+    fleet: Fleet,
+    solve_s: float,
+    tell: Callable[[str], None],
+    rules: PlanRules = RULES,
+) -> Compared:
+    """Both on the whole fleet. Choosing the static placement by what came is in its favour; dynamic starts there."""
+    tried = _statics(before, trace, fleet, solve_s, tell)
+    best = max(tried, key=lambda one: one.course.attainment)
+    usual = max(tried, key=lambda one: one.before.attainment)
+    moved = dynamic(trace, fleet, best.static, solve_s, rules)
     tell(
         f"dynamic: {moved.attainment:.4f}, {moved.moves_per_hour:.0f} moves an hour (at most "
         f"{max(moved.moves_by_hour)}), {moved.cold_starts} cold starts"
     )
-    return Compared(course, share, moved), static
+    return Compared(best.course, best.share, usual.course, moved)
 
 
 def row(name: str, course: Course) -> list[str]:
