@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -363,3 +365,8 @@ def test_a_token_that_was_good_is_known_until_something_changes() -> None:
         assert refused.value.code == "invalid_api_key"
 
     staged(talk)
+
+
+def test_an_ingress_without_issuers_has_no_http_client_in_its_memory() -> None:
+    asked = "import sys; import serai.ingress.__main__; print('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "False\n"
