@@ -135,11 +135,17 @@ def test_a_deposed_leader_is_not_obeyed_while_the_new_one_speaks() -> None:
 def test_a_wish_weighs_as_what_so_many_instances_serve() -> None:
     length = LengthSpread.about(100)
     demand = ModelDemand("m", 1.0, length, length, requests_s_high=1.5)
-    assert as_wished(demand, 0, 2.0) == demand
-    assert as_wished(demand, 1, 2.0) == demand
+    assert as_wished(demand, None, 2.0) == demand
     raised = as_wished(demand, 3, 2.0)
-    assert (raised.requests_s, raised.requests_s_high) == (5.0, 5.0)
+    assert (raised.requests_s, raised.requests_s_high, raised.max_replicas) == (5.0, 5.0, 3)
     assert as_wished(replace(demand, requests_s_high=9.0), 3, 2.0).requests_s_high == 9.0
+    assert as_wished(demand, 1, 2.0).max_replicas == 1
+
+
+def test_a_wish_keeps_within_what_the_file_says() -> None:
+    length = LengthSpread.about(100)
+    demand = ModelDemand("m", 1.0, length, length, min_replicas=2, max_replicas=4)
+    assert [as_wished(demand, count, 2.0).max_replicas for count in (0, 1, 3, 9)] == [2, 2, 3, 4]
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------

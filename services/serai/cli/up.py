@@ -28,7 +28,7 @@ import orjson
 
 from serai.cli.children import Child
 from serai.cli.embedded_nats import EmbeddedNats, LeafRemote, server_binary, server_environment
-from serai.cli.up_pool import PoolPlan, pool_plan
+from serai.cli.up_pool import PoolPlan, pool_plan, pool_scaling
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
 from serai.ledger.settings import sqlite_url
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="N pool agents with a said GPU each, and a placer that moves emulated engines of two models among them as "
-        "they are asked for; in place of --agents",
+        "they are asked for; in place of --agents. With padg, the macro-scheduler says how many a model needs",
     )
     parser.add_argument("--placement-file", type=Path, help="with --pool: other models and rules (docs/operating.md)")
     parser.add_argument("--model", default="", help="name to serve the model under")
@@ -85,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="least-loaded",
         help="routing policy (default: least-loaded); with macro-scheduled a macro-scheduler is started; "
         "padg: that, and unless an engine is named, emulated engines that it can show its work on",
+    )
+    parser.add_argument(
+        "--admission",
+        default="",
+        choices=("serai", "paper", "author_code"),
+        help="with padg or macro-scheduled, the macro-scheduler's admission policy (default: serai); under the others "
+        "engines prefill whatever comes at once, as the papers' do",
     )
     parser.add_argument("--ready-file", type=Path, help="write URL, key, model and process ids here as JSON when up")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="another engine's command")
@@ -111,6 +118,13 @@ class Plan:
     nats_bind: tuple[str, int] | None
     """Host and port; None = loopback, and a port that is free."""
     pool: PoolPlan | None = None
+    admission: str = "serai"
+
+    @property
+    def agent_flags(self) -> list[str]:
+        """Of all agents: under the papers' policies an open gate lets prompts go before decodes."""
+        said = self.admission == "serai" or "SERAI_OPEN_GATE" in os.environ
+        return [] if said else ["--open-gate", "prefill"]
 
     @property
     def starts_with(self) -> dict[str, int]:
@@ -127,8 +141,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.emulated = True
     if arguments.placement_file and not arguments.pool:
         refuse("--placement-file: is for --pool N")
-    if arguments.pool and (arguments.agents or arguments.model or arguments.model_file or command or padg):
-        refuse("--pool: excludes --agents, --model, --model-file, an engine's command and padg")
+    if arguments.pool and (arguments.agents or arguments.model or arguments.model_file or command):
+        refuse("--pool: excludes --agents, --model, --model-file and an engine's command")
+    if arguments.admission and arguments.policy not in (PADG, MACRO_SCHEDULED):
+        refuse(f"--admission: is for --policy {PADG} and {MACRO_SCHEDULED}")
     if arguments.pool and arguments.sites > 1:
         refuse("--pool is for one site; leave out --sites")
     if arguments.pool:
@@ -172,7 +188,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     state = arguments.state.expanduser().absolute()
     pool = None
     if arguments.pool:
-        pool = pool_plan(arguments.pool, arguments.placement_file, state, arguments.engine_args)
+        words = shlex.join((*PADG_ENGINE, *extra)) if padg else arguments.engine_args
+        pool = pool_plan(arguments.pool, arguments.placement_file, state, words)
         model = pool.models[0] if pool.models else ""
     return Plan(
         state,
@@ -185,6 +202,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.ready_file,
         nats_bind,
         pool,
+        arguments.admission or os.environ.get("SERAI_ADMISSION") or "serai",
     )
 
 
@@ -305,17 +323,17 @@ class _Up:
         ledger = ["--ledger", sqlite_url(plan.state)]
         await self._add(f"ledger{site.suffix}", self._service(site, "ledger", *ledger), stop_s=5)
         if plan.policy == MACRO_SCHEDULED:
-            scheduler = self._service(site, "macro-scheduler")
-            await self._add(f"macro-scheduler{site.suffix}", scheduler, stop_s=5)
+            scheduler = self._service(site, "macro-scheduler", "--admission", plan.admission)
+            scaling = pool_scaling(os.environ) if plan.pool is not None else {}
+            await self._add(f"macro-scheduler{site.suffix}", scheduler, stop_s=5, environment=scaling)
         if plan.pool is not None:
             await self._add(f"placer{site.suffix}", self._service(site, "placer", *plan.pool.placer_flags), stop_s=5)
             for number in range(plan.pool.pools):
-                agent = self._service(site, "agent", *plan.pool.agent_flags(number))
+                agent = self._service(site, "agent", *plan.pool.agent_flags(number), *plan.agent_flags)
                 await self._add(f"pool-{number}{site.suffix}", agent, stop_s=20)
         for number in range(plan.agents):
-            agent = self._service(
-                site, "agent", "--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5"
-            )
+            flags = ["--model", plan.model, "--allocation", f"up-{number}", "--drain-s", "5", *plan.agent_flags]
+            agent = self._service(site, "agent", *flags)
             await self._add(f"agent-{number}{site.suffix}", [*agent, "--", *plan.engine_command], stop_s=20)
 
     async def _add(

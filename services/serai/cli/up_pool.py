@@ -4,7 +4,7 @@ of one said GPU each, among which the placer moves the models' engines as they a
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,13 @@ MODELS = ("model-a", "model-b")
 REQUESTS_S = 2.0
 """What an engine is said to serve: few enough for a person with a shell loop to move engines."""
 GPU = "H100"
+SCALING = {
+    "SERAI_SCALING": "1",
+    "SERAI_SCALING_BY": "placer",
+    "SERAI_SCALING_WINDOW_S": "10",
+    "SERAI_INSTANCE_START_S": "5",
+}
+"""Of a macro-scheduler beside it: quick enough to be watched."""
 PLACER_FLAGS = (
     *("--plan-every-s", "2", "--demand-every-s", "1", "--settle-s", "1", "--solve-s", "2", "--lease-s", "6"),
     *("--failed-wait-s", "5", "--start-timeout-s", "120"),
@@ -59,6 +66,11 @@ def pool_plan(pools: int, given: Path | None, state: Path, engine_args: str) -> 
     except BadInput as error:
         refuse(str(error))
     return PoolPlan(pools, file.absolute(), _from_the_start(read))
+
+
+def pool_scaling(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the macro-scheduler, where nobody has set them."""
+    return {name: value for name, value in SCALING.items() if name not in environment}
 
 
 def _from_the_start(read: PlacementFile) -> tuple[str, ...]:

@@ -197,7 +197,7 @@ class Serai:
         finish_s = instance.finish_in_s(prefill_s, request.slo_tpot_s, now_s)
         left_s = request.deadline_s - now_s
         step_s = instance.decode_s()
-        cost = finish_s + step_s
+        cost = finish_s + step_s + instance.ending() * request.slo_ttft_s
         figures = (("finished in", finish_s), ("left", left_s), ("decode step", step_s))
         spare_s = left_s - prefill_s - 2 * step_s
         may_wait = left_s > _PATIENCE * request.slo_ttft_s and spare_s > _SPARE * request.slo_ttft_s

@@ -190,6 +190,12 @@ class InstanceView:
         one_s = self.predict.decode_s(known, known * context)
         return report.step_s + max(0.0, self.predict.decode_s(known + more, (known + more) * context) - one_s)
 
+    def ending(self) -> float:
+        """Of an instance that lets long answers go: how many that a prefill now would keep from ending in time. Each lease
+        on its way is one more."""
+        report = self.report
+        return report.ending + 0.5 * len(self.leases) if report is not None and report.lets_go else 0.0
+
     def finish_in_s(self, prefill_s: float, slo_tpot_s: float, now_s: float) -> float:
         """When a further prefill of `prefill_s` would be done, by prediction: what waits before it, and the decode
         steps without which no slack is left for it. Since the report, that work has gone on."""
@@ -203,6 +209,8 @@ class InstanceView:
         step_s = self.decode_s()
         slack_s = max(-1.0, decoding.low_s)
         finish_s = work_s + step_s - (now_s - self.reported_at_s)
+        if report.lets_go:
+            return max(prefill_s, finish_s)
         if decoding.count and work_s > slack_s:
             finish_s += (work_s - slack_s) / max(0.05, 1.0 - step_s / slo_tpot_s)
         return max(prefill_s, finish_s)

@@ -11,6 +11,7 @@ from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
 POLICIES = ("serai", "paper", "author_code")
+LOOKS_A_WINDOW = 6
 SCALERS = ("none", "placer", "launcher")
 
 
@@ -36,14 +37,15 @@ class MacroSchedulerSettings(ConnectionSettings):
     scaling_by: str = setting(
         "none", "who starts and ends the instances it asks for: placer, launcher; none = it only drains, and logs"
     )
+    scaling_window_s: float = setting(30.0, "with --scaling, how much of the past is looked at, six times in that time")
     scaling_drain_s: float = setting(60.0, "what an instance that is not needed may still take for its requests")
     instances_min: int = setting(1, "with --scaling, a model keeps so many instances")
     instances_max: int = setting(64, "with --scaling, a model is given no more instances")
     instance_start_s: float = setting(180.0, "how long an instance takes to start; no other is asked for meanwhile")
     pending_max: int = setting(2000, "requests of a model that wait for a place at most; more are refused")
 
-    always_ask: bool = setting(
-        False, "ingresses get no places in advance: each request is asked for, also while all is at ease"
+    grants: bool = setting(
+        True, "give ingresses places in advance while all is at ease: requests need not be asked for then"
     )
 
     def __post_init__(self) -> None:
@@ -91,12 +93,14 @@ class MacroSchedulerSettings(ConnectionSettings):
             bounds=Bounds(self.instances_lower, self.instances_upper),
             scaling=self._scaling() if self.scaling else None,
             drains=self.scaling_by == "none",
-            grants=not self.always_ask,
+            grants=self.grants,
         )
 
     def _scaling(self) -> ScalingSettings:
         return ScalingSettings(
             Trigger(self.scaling_trigger),
+            window_s=self.scaling_window_s,
+            evaluate_every_s=self.scaling_window_s / LOOKS_A_WINDOW,
             instances_min=self.instances_min,
             instances_max=self.instances_max,
             start_s=self.instance_start_s,
@@ -106,6 +110,10 @@ class MacroSchedulerSettings(ConnectionSettings):
 
 def _by_flag(text: str) -> str:
     """What is wrong with how a group scales, in the words of its flags."""
-    for name, flag in (("start_s", "--instance-start-s"), ("drain_s", "--scaling-drain-s")):
+    for name, flag in (
+        ("window_s", "--scaling-window-s"),
+        ("start_s", "--instance-start-s"),
+        ("drain_s", "--scaling-drain-s"),
+    ):
         text = text.replace(name, flag)
     return text.replace("instances_min", "--instances-min").replace("instances_max", "--instances-max")

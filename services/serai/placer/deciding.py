@@ -208,7 +208,7 @@ def _facts(situation: Situation, options: Options, instances: Sequence[Instance]
         unused_s = seen.unused_s if situation.usage_known else 0.0
         one_s = _typical(model.name, options, instances)
         facts[model.name] = ModelFacts(
-            as_wished(demand_of(model, seen), situation.wished.get(model.name, 0), one_s),
+            as_wished(demand_of(model, seen), situation.wished.get(model.name), one_s),
             model.engine,
             model.path,
             model.arguments,

@@ -8,7 +8,7 @@ again, and no model falls below its minimum. What is not done is told, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from serai.contracts.placement import ActionKind, Assignment, PlanAction
@@ -79,6 +79,7 @@ class _Planner:
         for one in unseated:
             self._hold(one.option, one.why)
         self._judge_all(self._ordered(joined(changes)))
+        self._stop_surplus(kept)
         self._stop_cold()
         gone = {action.assignment.id for action in self._actions if action.kind is ActionKind.STOP}
         keeps = [_keep(one) for one in self._picture.instances if one.id not in gone]
@@ -275,6 +276,21 @@ class _Planner:
                 self._actions.append(_stop(one, why))
             if there and not any(one.model == facts.model for one in self._live.values()):
                 self._let_go.append(facts.model)
+
+    def _stop_surplus(self, kept: Collection[str]) -> None:
+        """Engines beyond the most that a model may have: the file says so, or its macro-scheduler needs no more."""
+        for facts in self._picture.models:
+            most = facts.demand.max_replicas
+            there = [one for one in self._live.values() if one.model == facts.model and not one.pinned]
+            if most is None:
+                continue
+            in_turn = sorted(there, key=lambda one: (one.id in kept, one.in_flight, one.id))
+            for one in in_turn[: max(0, len(there) - most)]:
+                if self._limited and self._picture.moves_last_hour + self._moves >= self._rules.moves_per_hour:
+                    return
+                del self._live[one.id]
+                self._moves += 1
+                self._actions.append(_stop(one, f"{facts.model} is to have {most} engines and no more"))
 
     # -- words ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """What models' macro-schedulers want: so many instances each, as long as it is said again. Pure: takes `now_s`.
 
 A wish counts as demand: as much as so many instances of the model serve. So it weighs as usage does, against other
-models and under the same rules; it takes nothing away from what usage asks for.
+models and under the same rules. No more instances than that are given: whoever sees each request says how many it
+needs, and usage says so again when the wishes end.
 """
 
 from __future__ import annotations
@@ -46,10 +47,18 @@ class ScaleWishes:
         return {model: wish.instances for model, (wish, _) in self._wishes.items()}
 
 
-def as_wished(demand: ModelDemand, instances: int, one_requests_s: float) -> ModelDemand:
-    """`demand`, or what makes so many instances needed where that is more; one of them serves `one_requests_s`."""
-    wanted_s = max(0.0, instances - _UNLESS_FULL) * one_requests_s
-    if wanted_s <= demand.requests_s:
+def as_wished(demand: ModelDemand, instances: int | None, one_requests_s: float) -> ModelDemand:
+    """`demand`, with what makes just so many instances needed, within the bounds that it has; one of them serves
+    `one_requests_s`. None: nobody wishes for anything, and usage alone says."""
+    if instances is None:
         return demand
+    least, most = max(1, demand.min_replicas), demand.max_replicas
+    count = max(least, instances if most is None else min(instances, most))
+    wanted_s = max(demand.requests_s, (count - _UNLESS_FULL) * one_requests_s)
     high = demand.requests_s_high
-    return replace(demand, requests_s=wanted_s, requests_s_high=None if high is None else max(high, wanted_s))
+    return replace(
+        demand,
+        requests_s=wanted_s,
+        requests_s_high=None if high is None else max(high, wanted_s),
+        max_replicas=count,
+    )
