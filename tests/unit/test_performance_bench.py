@@ -40,10 +40,12 @@ from serai.performance.shipped_models import shipped_card
 # The served rows
 
 COLUMNS = (
+    "id",
     *("backend", "backend_version", "model_path", "system", "mode", "isl", "osl", "gemm_quant_mode", "batch_size"),
     *("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size", "silicon_ttft_ms", "silicon_tpot_ms"),
 )
 ROW: dict[str, Any] = {
+    "id": "qwen3_32b_h100_sxm_vllm_agg_1024x512_c16_tp2_epnone_1",
     "backend": "vllm",
     "backend_version": "0.12.0",
     "model_path": "Qwen/Qwen3-32B",
@@ -81,6 +83,7 @@ def served(tmp_path: Path, *rows: dict[str, Any]) -> silicon.ServedRows:
         ({"tp_size": 16.0}, "one host"),
         ({"attention_dp_size": 2.0}, "one host"),
         ({"model_path": "openai/gpt-oss-120b", "moe_tp_size": 1.0}, "one host"),
+        ({"id": "gpt_oss_120b_c16_tp2_ep2_927", "tp_size": 4.0}, "disagree on TP"),
         ({"batch_size": 100_000.0}, "KV cache"),
         ({"silicon_ttft_ms": 1.0, "silicon_tpot_ms": 1.0}, "faster than 85% of every peak"),
     ],
@@ -101,7 +104,7 @@ def test_usable_rows_stand_repeats_join_and_conflicts_fall(tmp_path: Path) -> No
         {"mode": "disagg"},
         {"system": "b200_sxm"},
         {"osl": 256, "silicon_tpot_ms": 33.0},
-        {"osl": 256, "silicon_tpot_ms": 33.0, "tp_size": 4.0},
+        {"osl": 256, "silicon_tpot_ms": 33.0, "tp_size": 4.0, "id": "same_c16_tp4_epnone_1"},
     )
     (row,) = found.rows
     assert row.tpot_ms == 20.0
@@ -136,6 +139,17 @@ def test_served_rows_made_by_a_profile_are_met_by_its_fit(tmp_path: Path) -> Non
     assert fitted.provenance.rows_fitted == 8
     errors = [predicted_tpot_ms(r, r.instance.with_profile(fitted)) / r.tpot_ms - 1 for r in made]
     assert max(map(abs, errors)) < 0.03
+
+
+def test_loads_in_one_wave_are_a_stack_of_their_own(tmp_path: Path) -> None:
+    wave, loop = (
+        {"backend": "sglang", "backend_version": v, "silicon_tpot_ms": t}
+        for v, t in (("0.5.1.post1", 18.0), ("0.5.9", 19.0))
+    )
+    found = fit_served(served(tmp_path, wave, loop).rows)
+    assert found["h100-sxm-80", "sglang-0.5.1"].serving.delay_share == 0.5
+    assert found["h100-sxm-80", "sglang"].serving.delay_share == 0.9
+    assert not found["h100-sxm-80", "sglang"].serving.mixed_steps
 
 
 # Placement
@@ -351,7 +365,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 def test_the_shipped_profiles_keep_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(validate, "--quick", "--json", "--data", str(DATA)) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
-    assert figures["tpot_mape_held_out"] <= 0.12
+    assert figures["tpot_mape_held_out"] <= 0.10
     assert figures["prefill_mape_held_out"] <= 0.15
     assert figures["speedup_error"] <= 0.06
     assert figures["placement_ratio"] <= 1.05

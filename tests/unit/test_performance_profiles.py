@@ -110,6 +110,24 @@ def test_a_fit_finds_what_made_the_rows(slope: float, offset: float) -> None:
     assert found == pytest.approx([slope, offset], rel=0.02)
 
 
+def test_rows_count_by_the_weight_of_their_block() -> None:
+    level = Parameter("a", 1, 10)
+
+    def block(value: float, rows: int, weight: float) -> Block:
+        return Block(lambda position: [math.log(level.value(position[0]) / value)] * rows, (0,), weight)
+
+    even = fit([level.start], [level.spread], [block(1.0, 1, 30.0), block(1.02, 30, 1.0)])
+    heavy = fit([level.start], [level.spread], [block(1.0, 1, 1.0), block(1.02, 30, 1.0)])
+    assert level.value(even[0]) == pytest.approx(1.01, abs=1e-3)
+    assert level.value(heavy[0]) > 1.018
+
+
+def test_a_load_that_came_in_one_wave_stands_in_for_nothing_else() -> None:
+    assert "under vllm" in profile_for("h100", "llamacpp").provenance.note
+    assert "h200-sxm-141 under sglang" in profile_for("h100", "sglang").provenance.note
+    assert profile_for("h100", "sglang-0.5.1").serving.delay_share == 0.5
+
+
 def test_mislabelled_rows_do_not_bend_a_fit() -> None:
     rows = [(x, 2 * x + 3) for x in range(1, 40)] + [(x, 20.0 * x) for x in (5, 15, 25, 35)]
     assert line(Parameter("a", 1, 10), Parameter("b", 1, 10), rows) == pytest.approx([2, 3], rel=0.05)

@@ -51,6 +51,8 @@ class Block:
 
     residuals: Residuals
     depends: Sequence[int]
+    weight: float = 1.0
+    """How much one row counts: less where many rows share their cause of error, such as sizes of one measurement."""
 
 
 def fit(
@@ -114,6 +116,11 @@ def _cauchy(error: float, row_error: float) -> float:
     return (1.0 if scaled >= 0 else -1.0) * sqrt(log1p(scaled * scaled))
 
 
+def _weighted(block: Block, position: Sequence[float], row_error: float) -> list[float]:
+    root = sqrt(block.weight)
+    return [root * _cauchy(e, row_error) for e in block.residuals(position)]
+
+
 def _evaluate(
     position: Sequence[float],
     start: Sequence[float],
@@ -121,7 +128,7 @@ def _evaluate(
     blocks: Sequence[Block],
     row_error: float,
 ) -> list[float]:
-    rows = [_cauchy(e, row_error) for block in blocks for e in block.residuals(position)]
+    rows = [e for block in blocks for e in _weighted(block, position, row_error)]
     return rows + [(p - s) / w for p, s, w in zip(position, start, spreads, strict=True)]
 
 
@@ -147,9 +154,9 @@ def _normal_equations(
         for index in block.depends:
             moved = list(position)
             moved[index] += nudge
-            changed = block.residuals(moved)
+            changed = _weighted(block, moved, row_error)
             rows = len(changed)
-            columns.append([(_cauchy(c, row_error) - state[offset + i]) / nudge for i, c in enumerate(changed)])
+            columns.append([(c - state[offset + i]) / nudge for i, c in enumerate(changed)])
         for a, index in enumerate(block.depends):
             column = columns[a]
             gradient[index] += sum(c * state[offset + i] for i, c in enumerate(column))

@@ -119,7 +119,7 @@ PURE_ROOFLINE = LatencyProfile(gpu="any", engine="ideal")
 """All factors 1, no overhead: the textbook roofline, kept for contrast. It predicts about half of the real TPOT."""
 
 
-_ALONE = ("kernels", "vllm-2023")
+_ALONE = ("kernels", "vllm-2023", "sglang-0.5.1")
 
 
 def encode_profile(profile: LatencyProfile) -> bytes:
@@ -160,18 +160,26 @@ def profile_for(gpu_name: str, engine: str = "vllm") -> LatencyProfile:
     """The shipped profile for a GPU and engine: the very pair, else the nearest that was measured.
 
     Nearest: the same engine on a GPU of the same family; then another engine on that family; then the same engine on
-    the GPU with the nearest memory bandwidth. Profiles of bare kernels and of engines long gone stand in for nothing
-    but themselves. The returned profile's provenance says which one stood in.
+    the GPU with the nearest memory bandwidth, vLLM first. Profiles of bare kernels, of engines long gone and of loads
+    that came in one wave stand in for nothing but themselves. The returned profile's provenance says
+    which one stood in.
     Raises UnknownHardware when the GPU is not in the catalogue.
     """
     gpu = find_gpu(gpu_name)
     shipped = {key: p for key, p in shipped_profiles().items() if key[1] == engine or key[1] not in _ALONE}
 
-    def distance(item: tuple[tuple[str, str], LatencyProfile]) -> tuple[bool, bool, bool, float, str]:
+    def distance(item: tuple[tuple[str, str], LatencyProfile]) -> tuple[bool, bool, bool, float, bool, str]:
         (name, stack), _ = item
         other = GPUS[name]
         apart = abs(log(other.memory_bandwidth_bytes_s / gpu.memory_bandwidth_bytes_s))
-        return (other.family != gpu.family, stack != engine, name != gpu.name, apart, f"{name}.{stack}")
+        return (
+            other.family != gpu.family,
+            stack != engine,
+            name != gpu.name,
+            apart,
+            stack != "vllm",
+            f"{name}.{stack}",
+        )
 
     (name, stack), profile = min(shipped.items(), key=distance)
     if (name, stack) == (gpu.name, engine):

@@ -7,6 +7,7 @@ fitted and held-out rows; the split is by model and by configuration and was fix
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,10 +26,13 @@ from serai.performance.shipped_models import shipped_card
 
 PATH = "profiles/aic/silicon_sample.csv"
 SYSTEMS = {"h100_sxm": "h100-sxm-80", "h200_sxm": "h200-sxm-141"}
-STACKS = ("vllm", "trtllm", "trtllm-1.0", "sglang")
+STACKS = ("vllm", "trtllm", "trtllm-1.0", "sglang", "sglang-0.5.1")
 """What profiles are fitted for. TensorRT-LLM's release candidate of 1.0, with half of all rows, is kept apart from the
-later builds: it spends half as much again between kernels."""
-_STACKS = {("trtllm", "1.0.0rc3"): "trtllm-1.0"}
+later builds: it spends half as much again between kernels. SGLang 0.5.1 is kept apart because it was measured
+otherwise: its fitted rows wait half of all prompts for their first token, so all requests arrived in one wave."""
+_STACKS = {("trtllm", "1.0.0rc3"): "trtllm-1.0", ("sglang", "0.5.1.post1"): "sglang-0.5.1"}
+_NAMED_TENSOR = re.compile(r"_tp(\d+)_")
+"""TP in a row's name. Columns multiplied it by the expert parallelism in some rows: `tp2_ep2` became TP 4."""
 QUEUED_TTFT_MS = 5000.0
 """Beyond this a request waited in a queue or was preempted: a matter for the simulator."""
 
@@ -169,6 +173,9 @@ def _unusable(
     spread = tensor > 8 or _whole(row, "pp_size") > 1 or _whole(row, "attention_dp_size") > 1
     if spread or (experts != tensor and _card(model).experts is not None):
         return "not one tensor-parallel instance on one host"
+    named = _NAMED_TENSOR.search(row["id"])
+    if named and int(named[1]) != tensor:
+        return "its name and its columns disagree on TP"
     measurement = _measurement(row)
     if len(labels[measurement]) > 1:
         return "the same measurement under two labels"
