@@ -193,6 +193,8 @@ def test_a_variant_is_told_beside_its_whole_policy() -> None:
     assert figures["paper_random_next_over_paper_p90"] == 0.8
     assert figures["serai_median_slack_over_serai_p99"] == 0
     assert "serai" in variants(quick=True)
+    assert "serai" not in variants(quick=True, policy="paper")
+    assert "paper" not in variants(quick=True, policy="serai")
     assert {"paper_interval_25", "paper_interval_100"} <= set(variants(quick=False)) - set(variants(quick=True))
 
 

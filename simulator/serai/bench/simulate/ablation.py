@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", choices=list(CLUSTERS), default="a800", help="%(default)s")
     parser.add_argument("--dataset", choices=list(TARGETS), default="sharegpt", help="%(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME", help=f"of {', '.join(MODELS)} (all)")
+    parser.add_argument("--policy", choices=("paper", "serai"), help="only the variants of this one (both)")
     parser.add_argument("--cv", type=float, default=1.0, help="burstiness of arrivals (%(default)s)")
 
 
@@ -61,8 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def variants(quick: bool) -> dict[str, Candidate]:
-    """By name: the paper's policy and its variants, ours whole and without each part."""
+def variants(quick: bool, policy: str | None = None) -> dict[str, Candidate]:
+    """By name: the paper's policy and its variants, ours whole and without each part; of one `policy`, or of both."""
+    found = {} if policy == "serai" else _of_the_paper(quick)
+    if policy != "paper":
+        found |= _of_ours()
+    return found
+
+
+def _of_the_paper(quick: bool) -> dict[str, Candidate]:
     found = {
         "paper": Candidate("padg-paper"),
         "paper_random_next": Candidate("padg-paper", (("scan", "random"),)),
@@ -71,8 +79,11 @@ def variants(quick: bool) -> dict[str, Candidate]:
         found[f"paper_interval_{share * 100:g}"] = Candidate("padg-paper", (("interval_share", share),))
     if not quick:
         found["author_code"] = Candidate("padg-author-code")
-    found["serai"] = Candidate("serai")
-    found["serai_median_slack"] = Candidate("serai", (("attainment", 0.5),))
+    return found
+
+
+def _of_ours() -> dict[str, Candidate]:
+    found = {"serai": Candidate("serai"), "serai_median_slack": Candidate("serai", (("attainment", 0.5),))}
     for part in serai_parts():
         found[f"serai_without_{flat(part)}"] = Candidate("serai", (("without", part),))
     return found
@@ -83,14 +94,14 @@ def ablated(arguments: argparse.Namespace) -> Report:
     quick = arguments.quick
     models = arguments.models or (MODELS[1:2] if quick else MODELS)
     slices = [paper_slice(arguments.cluster, model, arguments.dataset) for model in models]
-    candidates = variants(quick)
+    candidates = variants(quick, arguments.policy)
     effort = effort_of(arguments)
     jobs = {
         (where, name): ScanJob(where, candidate, effort, cv=arguments.cv)
         for where in slices
         for name, candidate in candidates.items()
     }
-    say(f"{len(jobs)} scans of rates: {len(candidates)} variants of two policies, {len(slices)} models")
+    say(f"{len(jobs)} scans of rates: {len(candidates)} variants, {len(slices)} models")
     runs = runs_of(arguments, "ablation")
     runs.complete(list(jobs.values()))
     table: Table = {key: {level: told(scan) for level, scan in job.scans().items()} for key, job in jobs.items()}
