@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from serai.bench.profile import engine, fit, placement_test, serving_logs, show, silicon, validate
+from serai.bench.profile import engine, fit, folds, placement_test, serving_logs, show, silicon, validate
 from serai.bench.profile.engine_fit import fit_engine
 from serai.bench.profile.engine_measuring import (
     DecodeSample,
@@ -150,6 +150,27 @@ def test_loads_in_one_wave_are_a_stack_of_their_own(tmp_path: Path) -> None:
     assert found["h100-sxm-80", "sglang-0.5.1"].serving.delay_share == 0.5
     assert found["h100-sxm-80", "sglang"].serving.delay_share == 0.9
     assert not found["h100-sxm-80", "sglang"].serving.mixed_steps
+
+
+def test_folds_leave_whole_groups_out(tmp_path: Path) -> None:
+    tensors = [{"tp_size": float(t), "silicon_tpot_ms": 40.0 - t, "id": f"x_tp{t}_"} for t in (1, 2, 4)]
+    other = {"model_path": "openai/gpt-oss-120b", "gemm_quant_mode": "nvfp4", "silicon_tpot_ms": 9.0}
+    rows = served(tmp_path, *tensors, other | {"moe_tp_size": 2.0}).rows
+    left = {
+        name: sorted(sorted(f"{r.model[:4]}{r.tensor}" for r in judged) for _, judged in folds.folds(rows, group))
+        for name, group in folds.groups(rows).items()
+    }
+    assert left["largest_tp"] == [["Qwen4"]]
+    assert left["model"] == left["kind"] == [["Qwen1", "Qwen2", "Qwen4"], ["open2"]]
+    assert sum(map(len, left["configurations"])) == len(rows)
+    for fitted, judged in folds.folds(rows, folds.groups(rows)["model"]):
+        assert not {r.model for r in fitted} & {r.model for r in judged}
+
+
+def test_a_row_counts_for_half_at_most_in_the_criterion() -> None:
+    errors = {name: [0.1, -0.1] for name in folds.WEIGHTS}
+    assert folds.criterion(errors) == pytest.approx(0.1)
+    assert folds.criterion(errors | {"largest_tp": [0.1, 9.0]}) == pytest.approx(0.1 + 0.31 * 0.2)
 
 
 # Placement

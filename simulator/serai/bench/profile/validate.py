@@ -10,7 +10,7 @@ count.
 | placement_ratio       | drain time of the roofline-only placement over the best            | ≤ 1.05 |
 
 The full run also fits everything again and says by how much the shipped numbers differ from that, and leaves each
-model out in turn.
+model out in turn. `--folds` cross-validates within the fitted rows, which is how the fit's structure is chosen.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from serai.bench.profile import kernel_tables, mlperf, placement_test, serving_logs, silicon, speedup, static_prefill
+from serai.bench.profile import (
+    folds,
+    kernel_tables,
+    mlperf,
+    placement_test,
+    serving_logs,
+    silicon,
+    speedup,
+    static_prefill,
+)
 from serai.bench.profile.data_folder import DataMissing, add_data_argument, checked_data
 from serai.bench.profile.fit import fit_all
-from serai.bench.profile.served_fit import Predictor, fit_served, predicted_tpot_ms
+from serai.bench.profile.served_fit import Predictor, predicted_tpot_ms
 from serai.bench.profile.silicon import ServedRow
 from serai.bench.report import Report, add_report_arguments, hand_out, say
 from serai.performance.hardware import GPUS
@@ -89,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_arguments(parser)
     add_data_argument(parser)
     parser.add_argument("--profiles", type=Path, metavar="DIR", help="judge the profiles in DIR, not the shipped ones")
+    parser.add_argument("--folds", action="store_true", help="also cross-validate within the fitted rows: minutes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         data = checked_data(arguments.data)
         profiles = _profiles(arguments.profiles)
-        found = validate(data, profiles, full=not arguments.quick)
+        found = validate(data, profiles, full=not arguments.quick, within=arguments.folds)
     except (DataMissing, OSError, ValueError, KeyError) as error:
         print(f"serai profile validate: {error}", file=sys.stderr)
         return 2
@@ -113,7 +123,7 @@ def _profiles(folder: Path | None) -> Profiles:
     return {(profile.gpu, profile.engine): profile for profile in read}
 
 
-def validate(data: Path, profiles: Profiles, *, full: bool) -> Findings:
+def validate(data: Path, profiles: Profiles, *, full: bool, within: bool = False) -> Findings:
     """All parts in turn. Raises OSError when a measurement is absent."""
     found = Findings()
     for part in (_served, _prompts, _kernels, _logs, _mlperf, _placement, _anchors):
@@ -121,6 +131,8 @@ def validate(data: Path, profiles: Profiles, *, full: bool) -> Findings:
     if full:
         _refit(data, profiles, found)
         _leave_one_model_out(data, found)
+    if within:
+        _within_fitted(data, found)
     found.figures["rows"] = sum(v for k, v in found.figures.items() if k.endswith("_held_out_rows"))
     for name, goal in GOALS.items():
         if found.figures[name] > goal:
@@ -312,14 +324,24 @@ def _leave_one_model_out(data: Path, found: Findings) -> None:
     errors: list[float] = []
     for model in sorted({row.model for row in rows}):
         say(f"leaving out {model}")
-        fitted = fit_served([row for row in rows if row.model != model])
-        predict = {key: Predictor(profile) for key, profile in fitted.items()}
-        known = [row for row in rows if row.model == model and (row.system, row.stack) in predict]
-        own = [predict[r.system, r.stack].tpot_ms(r) / r.tpot_ms - 1 for r in known]
+        own = folds.left_out_errors([r for r in rows if r.model != model], [r for r in rows if r.model == model])
         short = model.split("/")[-1]
         found.errors(f"tpot_mape_without_{_flat(short)}", f"TPOT, {short}, model left out", own)
         errors += own
     found.errors("tpot_mape_leave_one_model_out", "TPOT, each model left out in turn", errors)
+
+
+def _within_fitted(data: Path, found: Findings) -> None:
+    """Cross-validation that never reads a held-out row."""
+    rows = [row for row in silicon.load_served_rows(data).rows if not row.held_out]
+    errors: dict[str, list[float]] = {}
+    for name, group in folds.groups(rows).items():
+        say(f"fitted rows, left out by {name}")
+        errors[name] = [e for parts in folds.folds(rows, group) for e in folds.left_out_errors(*parts)]
+        found.errors(
+            f"tpot_mape_folds_{name}", f"TPOT, fitted rows, left out by {name.replace('_', ' ')}", errors[name]
+        )
+    found.number("tpot_folds_criterion", "  weighed, rows up to 50 %", folds.criterion(errors), len(rows))
 
 
 def _flat(name: str) -> str:
