@@ -52,7 +52,7 @@ from serai.contracts.admission import (
     UsedGrant,
 )
 from serai.contracts.codec import FRAME_HEAD_BYTES, decode, decode_frames, encode, encode_frame
-from serai.contracts.drain import DrainAnswer, DrainRequest
+from serai.contracts.drain import DrainAnswer, DrainRequest, SleepAnswer, SleepRequest
 from serai.contracts.inference import (
     FailureCode,
     Frame,
@@ -166,6 +166,8 @@ _REPORT = InstanceReport(
     slow_first_tokens_total=9,
     ttft_s_total=530.5,
     granted_total=6,
+    lets_go=True,
+    ending=1.5,
 )
 _HELD = HeldRequest("6d1f0c5a9e3b4f27", _REQUEST.lease, 0.75, 12, 0.375)
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
@@ -185,6 +187,7 @@ _METADATA = SessionMetadata(
     loading_progress=0.75,
     loading_phase="weights",
     draining=Draining("wall time", 120.5),
+    asleep=True,
     agent_version="0.1.0",
     labels={"gpu": "GH200"},
     allocation_ends_at="2026-11-30T18:00:00Z",
@@ -319,6 +322,8 @@ MESSAGES: list[object] = [
     ProbeRequest("alps-slurm-4711-1-c0ffee123456"),
     ProbeAnswer("alps-slurm-4711-1-c0ffee123456", False, Lifecycle.SERVING, 5, 2.5),
     DrainRequest("its successor serves", 1_800.5),
+    SleepRequest(True, 60.5, "its macro-scheduler needs it no more"),
+    SleepAnswer(_RECORD.session, False, "its engine cannot sleep, or was not started so that it can"),
     DrainAnswer(_RECORD.session, False, 17, "within_s must not be negative"),
     RegistryBeat("alps", "5f3a9c01", 7, 2.0, {"alps": 1_234_567_890_123_456_789, "lugano": 17}, 128),
     DigestRequest("alps"),

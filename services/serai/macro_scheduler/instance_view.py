@@ -191,8 +191,8 @@ class InstanceView:
         return report.step_s + max(0.0, self.predict.decode_s(known + more, (known + more) * context) - one_s)
 
     def ending(self) -> float:
-        """Of an instance that lets long answers go: how many that a prefill now would keep from ending in time. Each lease
-        on its way is one more."""
+        """Of an instance that lets long answers go: how many a prefill now would keep from ending in time, expected. Of
+        leases on their way, half."""
         report = self.report
         return report.ending + 0.5 * len(self.leases) if report is not None and report.lets_go else 0.0
 

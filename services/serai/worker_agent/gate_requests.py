@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from enum import Enum
 from heapq import heappop, heappush
+from math import inf
 
 from serai.contracts.admission import Lease
 from serai.worker_agent.slack_book import Place
@@ -26,10 +27,23 @@ class Stage(Enum):
     PREEMPTED = "preempted"
 
 
+class Cohort:
+    """Streams that began decoding together, while they are young: they have said as much and have the same slack."""
+
+    __slots__ = ("began_s", "count", "steps")
+
+    def __init__(self, began_s: float, steps: int) -> None:
+        self.began_s = began_s
+        self.steps = steps
+        """As of which they had said 2 tokens."""
+        self.count = 0
+
+
 class GateRequest:
     """One request. Equality is identity."""
 
     __slots__ = (
+        "cohort",
         "deadline_s",
         "displaces",
         "first_s",
@@ -63,6 +77,7 @@ class GateRequest:
         self.slo_tpot_s = 0.0
         """0: it has no target, or none that holds."""
         self.window = 0
+        self.cohort: Cohort | None = None
         self.stage = Stage.WAITING
         self.first_s = 0.0
         self.said = 0
@@ -150,6 +165,10 @@ class WaitingLine:
     def first(self) -> GateRequest | None:
         """Who has the earliest deadline."""
         return self._by_deadline[0][2] if self._by_deadline else None
+
+    def last_deadline_s(self) -> float:
+        """The latest one; infinite when nobody has any."""
+        return self._by_deadline[-1][0] if self._by_deadline else inf
 
     def head_late(self) -> GateRequest | None:
         """Who has been late for longest."""

@@ -16,16 +16,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from math import ceil, exp
-from typing import NamedTuple
 
 _KEPT = 256
-_ENOUGH = 16
-"""Answers without which nothing is said about lengths."""
-_USUAL = 128
-"""Tokens of an answer, while nothing is known."""
+_GUESSED = (2, 6, 15, 35, 70, 130, 220, 400)
+"""What counts as the first answers' lengths, until they are forgotten."""
 _QUANTILES = 32
 _SHARES = tuple([step / 20 for step in range(1, 20)])
 _MEMORY_S = 20.0
+_SEEN_S, _REQUESTS_MIN = 2.0, 4
+"""Before so much has been seen nothing is said about what is offered."""
 _EVERY_S = 0.5
 _ENTER = 0.05
 """By how much of all requests letting go must be better, by prediction, before it is begun."""
@@ -35,8 +34,8 @@ class AnswerLengths:
     """The last answers' lengths in tokens."""
 
     def __init__(self) -> None:
-        self._last: deque[int] = deque()
-        self._ordered: list[int] = []
+        self._last: deque[int] = deque(_GUESSED)
+        self._ordered = sorted(_GUESSED)
 
     def add(self, tokens: int) -> None:
         """One has ended."""
@@ -48,8 +47,6 @@ class AnswerLengths:
     def ends_within(self, said: int, tokens: float) -> float:
         """The probability that an answer that has said `said` tokens and goes on ends before it says `tokens` more."""
         ordered = self._ordered
-        if len(ordered) < _ENOUGH:
-            return min(1.0, tokens / _USUAL)
         gone = bisect_right(ordered, said)
         going_on = len(ordered) - gone
         if not going_on:
@@ -57,10 +54,8 @@ class AnswerLengths:
         return (bisect_left(ordered, said + tokens) - gone) / going_on
 
     def quantiles(self) -> list[int]:
-        """At equal steps; empty while too few are known."""
+        """At equal steps."""
         ordered = self._ordered
-        if len(ordered) < _ENOUGH:
-            return []
         return [ordered[(2 * step + 1) * len(ordered) // (2 * _QUANTILES)] for step in range(_QUANTILES)]
 
 
@@ -69,6 +64,7 @@ class OfferedWork:
 
     def __init__(self) -> None:
         self._tokens = 0.0
+        self._requests = 0
         self._began_s: float | None = None
         self._at_s = 0.0
 
@@ -78,24 +74,14 @@ class OfferedWork:
             self._began_s = self._at_s = now_s
         self._tokens = self._tokens * exp((self._at_s - now_s) / _MEMORY_S) + tokens
         self._at_s = now_s
+        self._requests += 1
 
     def tokens_per_s(self, now_s: float) -> float:
         """A mean that forgets, over what has been seen."""
-        if self._began_s is None or now_s - self._began_s < _MEMORY_S / 4:
+        if self._began_s is None or self._requests < _REQUESTS_MIN or now_s - self._began_s < _SEEN_S:
             return 0.0
         seen = _MEMORY_S * (1.0 - exp((self._began_s - now_s) / _MEMORY_S))
         return self._tokens * exp((self._at_s - now_s) / _MEMORY_S) / seen
-
-
-class Pace(NamedTuple):
-    """How an overload is met. `share` of the time for prefills in windows that are `period_s` apart; 0: everybody's
-    pace is kept."""
-
-    share: float = 0.0
-    period_s: float = 0.0
-
-
-HOLD = Pace()
 
 
 def met_share(share: float, lengths: list[int], decode_s: float, slo_ttft_s: float, slo_tpot_s: float) -> float:
@@ -113,29 +99,28 @@ class Overload:
     def __init__(self) -> None:
         self.lengths = AnswerLengths()
         self.offered = OfferedWork()
-        self.pace = HOLD
+        self.lets_go = False
         self._decided_s = float("-inf")
 
-    def decide(self, s_per_token: float, decode_s: float, slo_ttft_s: float, slo_tpot_s: float, now_s: float) -> Pace:
+    def decide(self, s_per_token: float, decode_s: float, slo_ttft_s: float, slo_tpot_s: float, now_s: float) -> bool:
         """The pace from now on. `s_per_token`: of prompts, in long steps."""
         if now_s - self._decided_s < _EVERY_S:
-            return self.pace
+            return self.lets_go
         self._decided_s = now_s
         offered = self.offered.tokens_per_s(now_s) * s_per_token
         held = max(0.0, 1.0 - decode_s / slo_tpot_s)
         lengths = self.lengths.quantiles() if offered > held else []
         if not lengths:
-            self.pace = HOLD
-            return HOLD
-        best, best_share = 0.0, 0.0
+            self.lets_go = False
+            return False
+        best = 0.0
         for share in _SHARES:
             if share <= held:
                 continue
             value = min(1.0, share / offered) * met_share(share, lengths, decode_s, slo_ttft_s, slo_tpot_s)
-            if value > best:
-                best, best_share = value, share
+            best = max(best, value)
             if share >= offered:
                 break
-        needs = held / offered + (0.0 if self.pace.share else _ENTER)
-        self.pace = Pace(best_share, slo_ttft_s / (1.0 + best_share)) if best > needs else HOLD
-        return self.pace
+        needs = held / offered + (0.0 if self.lets_go else _ENTER)
+        self.lets_go = best > needs
+        return self.lets_go

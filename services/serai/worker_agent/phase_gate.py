@@ -10,6 +10,7 @@ does.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import assert_never
@@ -35,8 +36,8 @@ from serai.worker_agent.gate_events import (
     Turn,
     WakeAt,
 )
-from serai.worker_agent.gate_requests import GateRequest, Stage, WaitingLine
-from serai.worker_agent.overload import HOLD, Overload, Pace
+from serai.worker_agent.gate_requests import Cohort, GateRequest, Stage, WaitingLine
+from serai.worker_agent.overload import Overload
 from serai.worker_agent.slack_book import SlackBook
 from serai.worker_agent.step_times import StepTimes
 from serai.worker_agent.window_rule import Choice, Situation, WindowSettings, choose
@@ -69,6 +70,9 @@ _LOST_TARGETS = 10
 
 
 _LEAST_GAIN = 0.05
+_RESTS = (2, 4, 8, 16, 32)
+_YOUNG_STEPS = 14
+_COHORT_STEPS = 100
 _MIXED_TARGETS = 2.0
 """Longest step that mixes in ORDINARY mode, in TPOT targets."""
 _NONE = Spread(0)
@@ -108,8 +112,8 @@ class PhaseGate:
         self._ttft = FirstTokens()
         self._opened_s = 0.0
         self._prefilling = False
-        self._window_s, self._window_ended_s = 0.0, -inf
-        """For how long nobody has decoded, and when that ended."""
+        self._window_s = 0.0
+        """For how long nobody has decoded."""
         self._decoded_s = 0.0
         """When the last decode step ended."""
         self._offered_s, self._gap_s = 0.0, 1.0
@@ -121,6 +125,7 @@ class PhaseGate:
         self._output_tokens = 128.0
         """Running mean of answers."""
         self._overload = Overload()
+        self._young: deque[Cohort] = deque()
         self._late_credit = 0.0
         self._now_s = -inf
 
@@ -291,7 +296,6 @@ class PhaseGate:
             self._window_s = 0.0
         else:
             self._window_s += step.duration_s
-            self._window_ended_s = now_s
         if self._prefilling is (step.prompt_tokens == 0):
             self._prefilling, self._opened_s = step.prompt_tokens > 0, now_s - step.duration_s
 
@@ -313,10 +317,19 @@ class PhaseGate:
 
     def _entered(self, began_s: float) -> None:
         """Those that waited for their first decode step have made it; it began at `began_s`."""
+        cohort = Cohort(began_s, self._steps)
         for request in self._entering.values():
             request.said, request.steps = 2, self._steps
             self._decodes(request, began_s + request.slo_tpot_s)
+            if request.slo_tpot_s:
+                request.cohort = cohort
+                cohort.count += 1
         self._entering.clear()
+        young = self._young
+        if cohort.count:
+            young.append(cohort)
+        while young and self._steps - young[0].steps > _COHORT_STEPS:
+            young.popleft()
 
     def _decodes(self, request: GateRequest, zero_s: float) -> None:
         request.stage = Stage.DECODING
@@ -326,6 +339,9 @@ class PhaseGate:
             request.place = book.add(request.number, request.slo_tpot_s, zero_s)
 
     def _off_the_books(self, request: GateRequest) -> None:
+        if request.cohort is not None:
+            request.cohort.count -= 1
+            request.cohort = None
         if request.place is not None:
             request.zero_s = (self._older if request.older else self._fresh).remove(request.place)
             request.place = None
@@ -435,6 +451,7 @@ class PhaseGate:
             work_tokens=work,
             head_tokens=tokens,
             deadline_s=deadline_s,
+            last_deadline_s=line.last_deadline_s(),
             decoding=decoding,
             low_s=low_s,
             slo_tpot_s=self._slo_tpot_s,
@@ -443,13 +460,13 @@ class PhaseGate:
             harm=self._harm,
             gain=1.0 - max(self._token_s, self._times.decode_s) / self._slo_tpot_s,
             requests=max(1, line.in_time + len(self._released)),
-            pace=self._pace(now_s) if decoding else HOLD,
+            let_go=bool(decoding) and self._lets_go(now_s),
+            rest_pays=self._rest_pays,
             window_s=self._window_s,
-            since_window_s=now_s - self._window_ended_s,
         )
         return choose(at, self._times, self._rule)
 
-    def _pace(self, now_s: float) -> Pace:
+    def _lets_go(self, now_s: float) -> bool:
         times, settings = self._times, self._settings
         return self._overload.decide(times.slope_s, times.decode_s, settings.slo_ttft_s, self._slo_tpot_s, now_s)
 
@@ -472,13 +489,57 @@ class PhaseGate:
     def _harm(self, stall_s: float, others: int) -> float:
         """Targets lost, expected, by a stall, with `others` who have no slack. Who is left without makes up for it as
         fast as tokens come faster than their target, and misses if it ends before: half by the time between tokens
-        lately, prefills included, and half by that of a decode step alone, since the gate decides on the prefills."""
+        lately, prefills included, and half by that of a decode step alone, since the gate decides on the prefills.
+
+        Who is young ends soon or late by what is known of answers; of those who have said more, each token is as likely
+        to be the last."""
         slo_s, now_s = self._slo_tpot_s, self._now_s
         token_s = (max(self._token_s, self._times.decode_s) + self._times.decode_s) / 2
-        gain = max(_LEAST_GAIN, 1.0 - token_s / slo_s)
-        recovery_s = gain * slo_s * self._output_tokens
+        gain_s = slo_s * max(_LEAST_GAIN, 1.0 - token_s / slo_s)
+        recovery_s = gain_s * self._output_tokens
         found = self._fresh.misses(now_s + stall_s, recovery_s) - self._fresh.misses(now_s, recovery_s)
-        return found + others * min(1.0, stall_s / recovery_s)
+        ends_within = self._overload.lengths.ends_within
+        young = self._young
+        for cohort in reversed(young):
+            more = self._steps - cohort.steps
+            if more > _YOUNG_STEPS:
+                break
+            if cohort.count:
+                behind_s = now_s - cohort.began_s - (more + 1) * slo_s
+                then_s, behind_s = max(0.0, behind_s + stall_s), max(0.0, behind_s)
+                if then_s > 0.0:
+                    said = more + 2
+                    soon = ends_within(said, then_s / gain_s) - ends_within(said, behind_s / gain_s)
+                    found += cohort.count * (soon - min(1.0, then_s / recovery_s) + min(1.0, behind_s / recovery_s))
+        return found + others * ends_within(1, stall_s / gain_s)
+
+    def _in_time(self, now_s: float) -> list[tuple[int, int]]:
+        """Of those who decode since a short time and are not behind: tokens said, and how many they are."""
+        found: list[tuple[int, int]] = []
+        for cohort in self._young:
+            more = self._steps - cohort.steps
+            if cohort.count and now_s - cohort.began_s <= (more + 1) * self._slo_tpot_s:
+                found.append((more + 2, cohort.count))
+        return found
+
+    def _rest_pays(self, within_s: float) -> bool:
+        """Whether it pays to prefill nobody for some time up to `within_s`: more of those who are not behind yet would
+        end, expected, than of the requests that come meanwhile would miss for it. That is all of them when the line is
+        as long as the TTFT target, and fewer in proportion when it is shorter."""
+        told = self._in_time(self._now_s)
+        line_s = self._times.prefill_s(self._waiting.tokens + self._backlog_tokens)
+        filled = min(1.0, 2 * line_s / self._settings.slo_ttft_s)
+        for steps in _RESTS:
+            rest_s = steps * self._times.decode_s
+            if not told or rest_s > within_s:
+                return False
+            if self._ending(told, steps) > filled * rest_s / max(self._gap_s, 1e-3):
+                return True
+        return False
+
+    def _ending(self, told: Sequence[tuple[int, int]], steps: int) -> float:
+        """How many of them end within so many steps, expected."""
+        return sum([count * self._overload.lengths.ends_within(said, steps) for said, count in told])
 
     def _let_out(self, tokens: int, effects: list[GateEffect]) -> None:
         """Release requests until the engine has `tokens` to work on."""
@@ -524,6 +585,8 @@ class PhaseGate:
 
     def report(self, now_s: float) -> InstanceReport:
         """What the scheduler is told."""
+        lets_go = self._overload.lets_go
+        soon = [*self._in_time(now_s), (1, len(self._entering) + len(self._released))] if lets_go else []
         self._sequence += 1
         waiting_s = self._times.prefill_s(self._backlog_tokens + self._waiting.tokens)
         head = self._waiting.head()
@@ -557,6 +620,8 @@ class PhaseGate:
             first_tokens_total=self._ttft.count,
             slow_first_tokens_total=self._ttft.slow,
             ttft_s_total=self._ttft.sum_s,
+            lets_go=lets_go,
+            ending=self._ending(soon, _RESTS[-1]),
             granted_total=self._granted,
         )
 

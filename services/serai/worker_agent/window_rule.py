@@ -57,6 +57,8 @@ class Situation(NamedTuple):
     """Of whoever has the earliest deadline among them."""
     deadline_s: float
     """That deadline."""
+    last_deadline_s: float
+    """The latest of them."""
     decoding: int
     low_s: float
     """The low quantile of the slack of who decodes; infinite when nobody does."""
@@ -71,6 +73,12 @@ class Situation(NamedTuple):
     """By which share of its target a token has lately come earlier; 0: tokens come as slowly as they may."""
     requests: int = 1
     """Who waits, and whose deadline can be met."""
+    let_go: bool = False
+    """Whether more are served if long answers are let go (`overload`)."""
+    rest_pays: Callable[[float], bool] = lambda within_s: False
+    """Whether more answers end in time, expected, than requests come, if nobody is prefilled for a time."""
+    window_s: float = 0.0
+    """For how long nobody has decoded."""
 
 
 class Choice(NamedTuple):
@@ -89,7 +97,9 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
     mixed = _mixed_tokens(at, times, rule, most) if rule.cuts_prompts else 0
     alone = _alone_tokens(at, times, rule, most)
     enough = min(most, times.worth_tokens() if rule.cuts_prompts else at.head_tokens)
-    if max(mixed, alone) < min(at.head_tokens, most) and _pressed(at, times, rule):
+    if max(mixed, alone) < most and _too_slow(at, times, max(mixed, alone)) and _harmless(at, times, rule, most):
+        return Choice(Position.MIXED, most, "the last would miss, and hardly anybody is hurt by it")
+    if not at.let_go and max(mixed, alone) < min(at.head_tokens, most) and _pressed(at, times, rule):
         urgent = _urgent_tokens(at, times, rule, most)
         if urgent:
             return urgent
@@ -99,13 +109,42 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
         return Choice(Position.PREFILL, alone, "slack allows a window")
     if mixed >= enough:
         return Choice(Position.MIXED, mixed, "slack allows it beside decoding")
+    until_s = min(at.entering_deadline_s, at.deadline_s) - at.now_s - times.decode_s
     for tokens in (most, enough) if most > enough else (most,):
-        if _harm_beside(at, times, tokens) <= rule.harm_free * _served(at, tokens):
+        if _harmless(at, times, rule, tokens):
             return Choice(Position.MIXED, tokens, "hardly anybody is hurt by it")
+        if times.prefill_s(tokens) <= until_s and at.harm(times.prefill_s(tokens), 0) <= rule.harm_free * _served(
+            at, tokens
+        ):
+            return Choice(Position.PREFILL, tokens, "hardly anybody is hurt by a window")
+    if at.let_go:
+        return _let_go(at, times, most)
     urgent = _urgent_tokens(at, times, rule, most)
     if urgent:
         return urgent
     return Choice(Position.DECODE, 0, "slack is too little")
+
+
+def _let_go(at: Situation, times: StepTimes, most: int) -> Choice:
+    """Who is behind is let go. Prompts go first, but for those who are likely to end in time if they are left alone."""
+    tokens = times.tokens_within(at.entering_deadline_s - at.now_s - times.decode_s, most)
+    if not tokens:
+        return Choice(Position.DECODE, 0, "who enters has to decode")
+    if at.window_s:
+        return Choice(Position.PREFILL, tokens, "a window is open, and long answers are let go")
+    latest_s = at.deadline_s - at.now_s - times.prefill_s(at.head_tokens) - 2 * times.decode_s
+    if at.rest_pays(latest_s):
+        return Choice(Position.DECODE, 0, "short answers are about to end")
+    return Choice(Position.PREFILL, tokens, "long answers are let go")
+
+
+def _too_slow(at: Situation, times: StepTimes, tokens: int) -> bool:
+    """Whether who comes last misses its deadline if steps take no more than `tokens`."""
+    return at.now_s + times.mixed_s(tokens) * at.work_tokens / max(1, tokens) > at.last_deadline_s
+
+
+def _harmless(at: Situation, times: StepTimes, rule: WindowSettings, tokens: int) -> bool:
+    return _harm_beside(at, times, tokens) <= rule.harm_free * _served(at, tokens)
 
 
 def _tight(at: Situation, times: StepTimes, rule: WindowSettings) -> bool:
@@ -128,7 +167,7 @@ def _harm_beside(at: Situation, times: StepTimes, tokens: int) -> float:
 
 def _served(at: Situation, tokens: int) -> float:
     """How many deadlines `tokens` of work are for."""
-    return max(1.0, at.requests * tokens / at.work_tokens)
+    return at.requests * tokens / at.work_tokens
 
 
 def _mixed_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: int) -> int:

@@ -210,6 +210,10 @@ class InstanceReport(msgspec.Struct, frozen=True):
     """Sum of their times to first token."""
     granted_total: int = 0
     """Requests of this owner's epoch that came by a place granted in advance, refused ones too."""
+    lets_go: bool = False
+    """It has more to do than it can hold, and lets long answers go: prompts come first whatever slack there is."""
+    ending: float = 0.0
+    """While it does: how many of those who are not behind would soon end, expected, if nobody were prefilled."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True):
