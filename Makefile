@@ -93,7 +93,7 @@ clients: .clients/python/.installed .clients/node/.installed .clients/contract/.
 
 test-clients: setup
 	$(MAKE) --no-print-directory -j3 clients
-	SERAI_REQUIRE_CLIENTS=1 $(BIN)/pytest tests/clients
+	SERAI_REQUIRE_CLIENTS=1 $(BIN)/pytest -n 2 --dist worksteal tests/clients
 
 test-slurm: setup
 	command -v slurmctld munged >/dev/null || { apt-get update -qq && \

@@ -69,7 +69,7 @@ def schemathesis(clients: Path, system: System, document: Path, *words: str, fol
     ]
     command += ["--continue-on-failure", "--warnings", "off", "--suppress-health-check", "all", "--no-shrink"]
     command += ["--request-timeout", "30", "--no-color"]
-    run(command, variables=environment(system, clients, TRANSLATED, folder), folder=folder, timeout_s=110)
+    run(command, variables=environment(system, clients, TRANSLATED, folder), folder=folder, timeout_s=280)
     answers: dict[str, Counter[int]] = {}
     for entry in json.loads(har.read_text())["log"]["entries"]:
         path = urlsplit(entry["request"]["url"]).path
@@ -106,7 +106,7 @@ def as_the_engine_needs(document: Any) -> Any:
     return document
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_our_own_document_is_true(serving: System, clients: Path, tmp_path: Path) -> None:
     with serving.client() as client:
         document = client.get("/openapi.json").json()
@@ -121,7 +121,7 @@ def test_our_own_document_is_true(serving: System, clients: Path, tmp_path: Path
             )
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", [TRANSLATED, NATIVE])
 def test_openais_document_finds_no_failure_of_ours(serving: System, clients: Path, tmp_path: Path, model: str) -> None:
     document = tmp_path / "openai.json"

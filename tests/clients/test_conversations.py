@@ -14,6 +14,7 @@ import pytest
 from clients.conftest import NATIVE, TRANSLATED
 from integration.system import System
 
+pytestmark = pytest.mark.timeout(300)
 HERE = Path(__file__).parent
 CONVERSATIONS = HERE / "conversations"
 PYTHON = ("openai", "anthropic", "langchain", "litellm", "llm")
@@ -39,7 +40,7 @@ def environment(system: System, clients: Path, model: str, folder: Path) -> dict
     }
 
 
-def run(command: list[str], *, variables: dict[str, str], folder: Path, timeout_s: float = 100) -> str:
+def run(command: list[str], *, variables: dict[str, str], folder: Path, timeout_s: float = 280) -> str:
     """The output; fails with it when the command fails."""
     ended = subprocess.run(
         command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False

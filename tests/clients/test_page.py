@@ -12,6 +12,7 @@ from clients.conftest import ROOT, TRANSLATED
 from clients.test_conversations import environment, run
 from integration.system import System
 
+pytestmark = pytest.mark.timeout(300)
 PAGE = (ROOT / "docs" / "clients.md").read_text()
 BLOCKS = re.findall(r"^```(\w+) (\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = [(kind, client, text) for kind, client, text in BLOCKS if kind in ("python", "js")]
