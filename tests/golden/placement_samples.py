@@ -8,6 +8,7 @@ from serai.contracts.placement import (
     Assignment,
     Assignments,
     KeptPlan,
+    Knock,
     ModelWord,
     PlacementRequest,
     PlacementWord,
@@ -18,6 +19,7 @@ from serai.contracts.placement import (
     PoolRun,
     PoolWord,
     RunState,
+    StartableModels,
 )
 from serai.contracts.session_record import GpuDevice
 from serai.contracts.usage import DemandAnswer, DemandRequest, LengthQuantiles, ModelUse
@@ -64,6 +66,8 @@ MESSAGES: list[object] = [
     PlanRecord("placer-1", 42, 12, _PLAN, [60.5], {"llama-8b": ["p2"]}, {"llama-8b at p1": 30.5}),
     PlacementRequest("qwen2.5:7b", anew=True),
     ApplyRequest(12),
+    StartableModels("alps", 20.0, {"qwen2.5:7b": 71.5}),
+    Knock("qwen2.5:7b", 3),
     _POOL,
     PlacementWord("alps", "placer-1", True, "by hand", "no pool yet", _PLAN, [_MODEL], [_POOL], "stale"),
     DemandRequest("2026-11-01T00:00:00Z", 30.0, 120, ["qwen2.5:7b"]),

@@ -167,17 +167,28 @@ def test_demand_shifts_and_engines_move_by_themselves_without_a_failed_request(t
 
 def test_a_cold_model_comes_when_it_is_asked_for_and_goes_when_nobody_asks(tmp_path: Path) -> None:
     file = placement(cold_after_s=4, cool_down_s=2)
-    file["models"]["b"] = file["models"]["b"] | {"min_replicas": 0}
+    a = file["models"]["a"]
+    slow = a | {"instances": [{"gpu": "h100", "requests_s": 1, "load_s": 500}]}
+    file["models"] |= {"b": a | {"min_replicas": 0}, "slow": slow | {"min_replicas": 0, "priority": 0.5}}
     with laptop(tmp_path, 2, file) as here:
         headers = {"Authorization": f"Bearer {here.facts['key']}"}
-        body = {"model": "b", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
 
-        def asked() -> int:
-            url = f"{here.facts['url']}/v1/chat/completions"
-            return httpx2.post(url, json=body, headers=headers, timeout=30).status_code
+        def asked(model: str) -> httpx2.Response:
+            body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
+            return httpx2.post(f"{here.facts['url']}/v1/chat/completions", json=body, headers=headers, timeout=30)
 
-        assert asked() == 404
-        wait_for(lambda: asked() == 200, "b is started because it was asked for", 40)
+        def listed() -> dict[str, str]:
+            models = httpx2.get(f"{here.facts['url']}/v1/models", headers=headers, timeout=10).json()["data"]
+            return {model["id"]: model["state"] for model in models}
+
+        wait_for(lambda: listed() == {"a": "serving", "b": "cold", "slow": "cold"}, "what is cold is listed", 20)
+        assert asked("b").status_code == 200, "the request waits until b is there"
+        assert asked("nobody").status_code == 404
+        late = asked("slow")
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "model_starting"), late.text
+        assert 400 <= int(late.headers["retry-after"]) <= 600
+        file["models"].pop("slow")
+        (tmp_path / "placement.yaml").write_text(yaml.safe_dump(file))
         wait_for(lambda: here.serving("b") == 0, "b is let go because nobody asks", 40)
         assert here.serving("a") == 1
         assert "Nobody asks for it now" in here.place("explain", "b").stdout

@@ -21,12 +21,16 @@ class Sessions:
         self.looks = 0
         self.is_gap = False
         self.is_expected = True
+        self.start_time_s = 0.0
 
     def serves(self, model: str, now: float) -> bool:
         return not self.is_gap
 
     def expects(self, model: str) -> bool:
         return self.is_expected
+
+    def start_s(self, model: str) -> float:
+        return self.start_time_s
 
     def capacity(self, model: str, now: float) -> int | None:
         self.looks += 1

@@ -45,6 +45,8 @@ from serai.contracts.subjects import (
     PLACEMENT_APPLY,
     PLACEMENT_BUCKET,
     PLACEMENT_EXPLAIN,
+    PLACEMENT_KNOCK,
+    PLACEMENT_STARTABLE,
     POOL,
     POOLS_BUCKET,
     PROBE,
@@ -79,9 +81,9 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     "ingress": (
         [
             *[INFERENCE.every, CANCEL.every, ADMISSION.every, *_READ_REGISTRY, LIMITS.every, *_BUDGETS],
-            *[USAGE.every, USAGE_SPENT.every],
+            *[USAGE.every, USAGE_SPENT.every, PLACEMENT_KNOCK.every],
         ],
-        [*_HEAR_REGISTRY, LIMITS.every, "_INBOX_ingress.>"],
+        [*_HEAR_REGISTRY, LIMITS.every, PLACEMENT_STARTABLE.every, "_INBOX_ingress.>"],
     ),
     "registry": (
         [
@@ -150,11 +152,11 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     "placer": (
         [
             *[*_READ_REGISTRY, ASSIGN.every, USAGE_DEMAND.every, LAUNCHER_SCALE.every],
-            *[*_PLACEMENT, "_INBOX_tools.>"],
+            *[*_PLACEMENT, PLACEMENT_STARTABLE.every, "_INBOX_tools.>"],
         ],
         [
             *[*_HEAR_REGISTRY, POOL.every, MACRO_WISH.every, PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every],
-            "_INBOX_placer.>",
+            *[PLACEMENT_KNOCK.every, "_INBOX_placer.>"],
         ],
     ),
 }

@@ -12,6 +12,7 @@ from types import TracebackType
 from serai.ingress import metrics
 from serai.ingress.call import Call, Outcome
 from serai.ingress.choosing import Chooser
+from serai.ingress.cold_models import ColdModels
 from serai.ingress.configuration import Configuration, Period
 from serai.ingress.limits import Limiter, Limits, Need, Price, Refused, Reservation
 from serai.ingress.openai_format import ApiError
@@ -35,8 +36,17 @@ _NO_PRICE = Price()
 class Admission:
     """One per ingress."""
 
-    def __init__(self, bus: Bus, copy: RegistryCopy, chooser: Chooser, limiter: Limiter, shared: SharedLimits) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        copy: RegistryCopy,
+        chooser: Chooser,
+        limiter: Limiter,
+        shared: SharedLimits,
+        cold: ColdModels | None = None,
+    ) -> None:
         self._bus = bus
+        self._cold = cold
         self._chooser = chooser
         self._limiter = limiter
         self._shared = shared
@@ -144,6 +154,30 @@ class Admission:
         """The last session of the model has left: the next step says so."""
         return not self._chooser.serves(call.model, now) and not self._chooser.expects(call.model)
 
+    def wake(self, call: Call, asked: Arrived, now: float) -> None:
+        """Has an engine started where nothing serves the model. Raises ApiError when the call cannot wait so long."""
+        if self._cold is None or self._chooser.serves(call.model, now):
+            return
+        self._cold.knock(call.model, 1, now)
+        left_s = self._cold.starts_in_s(call.model, now)
+        if left_s is not None and now + left_s > asked.begin_by_s:
+            raise self._starting(call, left_s)
+
+    def wake_for_those_who_wait(self, now: float) -> None:
+        """Says again that they do. To be called every second or so."""
+        if self._cold is not None and self.turns.waiting:
+            for model, waiting in self.turns.unserved(now).items():
+                self._cold.knock(model, waiting, now)
+
+    def _left_of_start_s(self, call: Call, now: float) -> float | None:
+        return None if self._cold is None else self._cold.starts_in_s(call.model, now)
+
+    def _starting(self, call: Call, left_s: float) -> ApiError:
+        metrics.REFUSALS.of(call.model, Refusal.CLOSED).add()
+        text = f"`{call.model[:200]}` is being started, which takes about {left_s:.0f} s more. Ask again then."
+        retry_after_s = min(RETRY_AFTER_MAX_S, left_s)
+        return ApiError(503, text, kind="overloaded_error", code="model_starting", retry_after_s=retry_after_s)
+
     def refused(self, call: Call, refuse: Refuse, now: float) -> ApiError:
         """What the client is told."""
         gap = not self._chooser.serves(call.model, now)
@@ -156,6 +190,8 @@ class Admission:
         match code:
             case Refusal.CLOSED if self.turns.stopped:
                 return ApiError(503, "This gateway is stopping.", kind="server_error", code="stopping", retry_after_s=1)
+            case Refusal.CLOSED if (left_s := self._left_of_start_s(call, now)) is not None:
+                return self._starting(call, left_s)
             case Refusal.CLOSED:
                 text = f"No session serves `{call.model[:200]}` at this moment; none came in {waited}."
             case Refusal.TOO_LATE:
@@ -223,6 +259,7 @@ class Turn:
         assert asked is not None
         if admission.is_gone(call, now):
             return
+        admission.wake(call, asked, now)
         try:
             await turns.wait(asked)
         except NotServed as refused:

@@ -220,7 +220,7 @@ class Calls:
             short = f"The sessions that serve `{model[:200]}` end before {call.output_tokens_max} tokens are said."
             text = f"{short} Ask for fewer, or again when another session has started."
             return ApiError(503, text, kind="overloaded_error", code="allocation_ends", retry_after_s=30)
-        if self._replica.knows_model(model) or not self._copy.synced:
+        if self._chooser.expects(model) or not self._copy.synced:
             text = f"No session serves `{model[:200]}` at this moment."
             return ApiError(503, text, kind="overloaded_error", code="no_session", retry_after_s=5)
         return unknown_model(model, [name for name in self._replica.models(now) if call.caller.may_use(name)])

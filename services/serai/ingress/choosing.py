@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
@@ -107,6 +108,14 @@ class Attempt:
         self._outcome = Outcome.NOTHING
 
 
+class Starts(Protocol):
+    """Who has engines started of models that nothing serves: `ColdModels`."""
+
+    def load_s(self, model: str) -> float | None:
+        """How long that takes; None: nobody starts one."""
+        ...
+
+
 class Chooser:
     """One per ingress."""
 
@@ -116,7 +125,9 @@ class Chooser:
         in_flight: Callable[[str], int],
         policies: PolicyChoice,
         speeds: SessionSpeeds,
+        starts: Starts | None = None,
     ) -> None:
+        self._starts = starts
         self.health = SessionHealth()
         self.speeds = speeds
         self._replica = replica
@@ -199,8 +210,13 @@ class Chooser:
         return bool(self._replica.routable(model, now))
 
     def expects(self, model: str) -> bool:
-        """Whether a session of `model` is there that has not left, whatever keeps it from serving."""
-        return self._replica.knows_model(model)
+        """Whether a session of `model` is there that has not left, whatever keeps it from serving; or would be started
+        for whoever asks."""
+        return self._replica.knows_model(model) or self.start_s(model) > 0
+
+    def start_s(self, model: str) -> float:
+        """How long an engine takes that is started because somebody asks; 0: nobody starts one."""
+        return 0.0 if self._starts is None else self._starts.load_s(model) or 0.0
 
     def capacity(self, model: str, now: float) -> int | None:
         """How many requests of `model` this ingress may have out at once, all in all; None = no limit."""

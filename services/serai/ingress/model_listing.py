@@ -7,7 +7,7 @@ while it loads, `max_model_len`, `endpoints`, `fingerprints` when its sessions a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,6 +23,11 @@ _MODEL_STATES = (SessionState.SERVING, SessionState.LOADING, SessionState.QUEUED
 """A model's state is the first of these that one of its sessions is in; else it is offline."""
 _GONE = (SessionState.DOWN, SessionState.LEFT)
 OFFLINE = "offline"
+COLD = "cold"
+"""No session of it is there; one is started when somebody asks."""
+_COLD_ENTRY: Mapping[str, Any] = MappingProxyType(
+    {"id": "", "object": "model", "created": 0, "owned_by": "serai", "state": COLD, "sessions": {}}
+)
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 BODY_KEPT_S = 0.25
 """For so long the same list is given out again when nothing has changed: only its ages would be other ones."""
@@ -52,8 +57,13 @@ class _Part(NamedTuple):
 class ModelListing:
     """Lists the models of one replica."""
 
-    def __init__(self, replica: RegistryReplica) -> None:
+    def __init__(
+        self, replica: RegistryReplica, startable: Callable[[float], tuple[str, ...]] = lambda now: ()
+    ) -> None:
+        """`startable`: models of which an engine is started when somebody asks."""
         self._replica = replica
+        self._startable = startable
+        self._cold: tuple[str, ...] = ()
         self._seen = -1
         self._sessions: dict[str, tuple[str, _Trait]] = {}
         """Per session: its model, and what was counted for it there."""
@@ -82,7 +92,7 @@ class ModelListing:
             and kept[2] == aliases
         ):
             return kept[3]
-        self._refresh(now if judged_at_s is None else judged_at_s)
+        self._refresh(now if judged_at_s is None else judged_at_s, now)
         entries = [
             b'%s,"age_s":%s}' % (text, _age(self._replica.heard_model_ago_s(model, now)))
             for model, text in self._listed(everything, caller, aliases)
@@ -103,7 +113,7 @@ class ModelListing:
         aliases: Mapping[str, str] = NO_ALIASES,
     ) -> dict[str, Any] | None:
         """The entry of one model, or alias; None when it would not be in the list."""
-        self._refresh(now if judged_at_s is None else judged_at_s)
+        self._refresh(now if judged_at_s is None else judged_at_s, now)
         meant = aliases.get(model, model)
         if not self._is_listed(meant, everything, caller, alias=model in aliases):
             return None
@@ -112,7 +122,7 @@ class ModelListing:
 
     def _listed(self, everything: bool, caller: Caller, aliases: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
         """The model of each entry, and its entry's text without age and closing brace."""
-        for name in sorted({*self._traits, *aliases}):
+        for name in sorted({*self._traits, *self._cold, *aliases}):
             meant = aliases.get(name, name)
             if self._is_listed(meant, everything, caller, alias=name in aliases):
                 part = self._part(meant)
@@ -120,20 +130,26 @@ class ModelListing:
 
     def _is_listed(self, model: str, everything: bool, caller: Caller, *, alias: bool) -> bool:
         """`alias`: the caller knows it by one that it may use."""
-        if model not in self._traits or not (self._part(model).listed or everything):
-            return False
         if not alias and not caller.may_use(model):
+            return False
+        if model in self._cold and not self._part(model).listed:
+            return True  # Where it would be started is not known yet.
+        if model not in self._traits or not (self._part(model).listed or everything):
             return False
         return caller.providers == Providers() or any(
             caller.providers.permit_name(trait.provider) for trait in self._traits[model]
         )
 
-    def _refresh(self, now: float) -> None:
+    def _refresh(self, judged_at_s: float, now: float) -> None:
         """Takes over what has changed since last time."""
+        if (cold := self._startable(now)) != self._cold:
+            for model in {*cold} ^ {*self._cold}:
+                self._parts.pop(model, None)
+            self._cold = cold
         changed = self._replica.changed_since(self._seen)
         self._seen = self._replica.changes
         for session in {*self._sessions, *self._replica.sessions} if changed is None else changed:
-            was, now_is = self._sessions.get(session), self._seen_as(session, now)
+            was, now_is = self._sessions.get(session), self._seen_as(session, judged_at_s)
             if was == now_is:
                 continue
             if was is not None:
@@ -167,7 +183,10 @@ class ModelListing:
     def _part(self, model: str) -> _Part:
         part = self._parts.get(model)
         if part is None:
-            entry, listed = _entry(model, self._traits[model])
+            traits = self._traits.get(model)
+            entry, listed = _entry(model, traits) if traits else (dict(_COLD_ENTRY, id=model), False)
+            if not listed and model in self._cold:
+                entry["state"] = COLD
             part = self._parts[model] = _Part(entry, orjson.dumps(entry)[:-1], listed)
         return part
 

@@ -22,6 +22,7 @@ from serai.ingress.admission import Admission
 from serai.ingress.caller import Caller
 from serai.ingress.calls import Calls
 from serai.ingress.choosing import Chooser
+from serai.ingress.cold_models import ColdModels
 from serai.ingress.configuration import Configuration
 from serai.ingress.configuration_file import Configured
 from serai.ingress.cors import Cors
@@ -77,7 +78,8 @@ class Ingress:
         self._access = access
         self._copy = RegistryCopy(bus, settings.site)
         self.replica = self._copy.replica
-        self._listing = ModelListing(self.replica)
+        self._cold = ColdModels(bus, time.monotonic)
+        self._listing = ModelListing(self.replica, self._cold.names)
         self._client = InferenceClient(
             bus,
             accept_timeout_s=settings.accept_timeout_s,
@@ -87,13 +89,13 @@ class Ingress:
         self._copy.on_connection_closed = self._client.ask_after
         speeds = SessionSpeeds()
         policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
-        self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds)
+        self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds, self._cold)
         self._wishes = Wishes(self._chooser)
         self._usage = usage
         self._accounting = Accounting(self.replica, usage)
         limiter = Limiter()
         self._limits = SharedLimits(bus, limiter, accounts)
-        self._admission = Admission(bus, self._copy, self._chooser, limiter, self._limits)
+        self._admission = Admission(bus, self._copy, self._chooser, limiter, self._limits, self._cold)
         self._asking = AdmissionClient(bus, settings.admission_patience_s)
         leased = LeasedPick(self._chooser, self._asking, tracing, lambda: self._admission.turns.settings.wait_max_s)
         self._calls = Calls(
@@ -137,7 +139,7 @@ class Ingress:
     async def run(self, stop: asyncio.Event) -> None:
         """Subscribes, fills its copy of the registry, listens; at the end finishes what runs."""
         inboxes = [await self._client.start(), await self._asking.start()]
-        subscriptions = [*inboxes, *await self._copy.start(), await self._limits.start()]
+        subscriptions = [*inboxes, *await self._copy.start(), await self._limits.start(), await self._cold.start()]
         await self._bus.barrier()
         await self._copy.snapshot()  # Bounded; with it the first request is routed as well as any later one.
         self._listing.body(time.monotonic())  # The first takes longest.
@@ -196,6 +198,7 @@ class Ingress:
             self._chooser.retain(sessions, models, time.monotonic())
             self._accounting.retain(sessions, models)
             self._admission.turns.retain(models)
+            self._cold.tidy(time.monotonic())
             self._asking.retain(models)
 
     async def _watching(self) -> None:
@@ -208,6 +211,7 @@ class Ingress:
             self._calls.abort_stalled()
             self._accounting.look(time.monotonic())
             self._calls.keep_alive()
+            self._admission.wake_for_those_who_wait(time.monotonic())
 
     # -- HTTP ----------------------------------------------------------------------------------------------------
 

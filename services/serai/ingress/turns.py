@@ -31,6 +31,8 @@ LOOK_EVERY_S = 1.0
 LOOK_APART_S = 0.02
 """However much changes in the registry copy."""
 GAP_RETRY_AFTER_S = 5.0
+START_PATIENCE = 2.0
+"""An engine may take so many times as long to start as is said of it."""
 FIRST_BYTE_SAMPLE = 0.1
 """Weight of one more stream in the observed time from dispatch to first byte."""
 
@@ -41,6 +43,8 @@ class Sessions(Protocol):
     def serves(self, model: str, now: float) -> bool: ...
 
     def expects(self, model: str) -> bool: ...
+
+    def start_s(self, model: str) -> float: ...
 
     def capacity(self, model: str, now: float) -> int | None: ...
 
@@ -188,8 +192,12 @@ class ModelTurns:
             self._handle(Closed(GAP_RETRY_AFTER_S))
         elif self._gap_since_s is None:
             self._gap_since_s = now
-        elif now - self._gap_since_s >= self.settings.gap_max_s:
-            self._handle(Closed(GAP_RETRY_AFTER_S, now - self.settings.gap_max_s))
+        elif now - self._gap_since_s >= (gap_max_s := self._gap_max_s()):
+            self._handle(Closed(GAP_RETRY_AFTER_S, now - gap_max_s))
+
+    def _gap_max_s(self) -> float:
+        """Longer where an engine is started for those who wait: who could not wait for it was refused at once."""
+        return max(self.settings.gap_max_s, START_PATIENCE * self._sessions.start_s(self.model))
 
     def _show(self) -> None:
         metrics.QUEUE_DEPTH.labels(self.model).set(self.queue.waiting)
@@ -230,6 +238,11 @@ class Turns:
         for model in self._models.keys() - set(models):
             if self._models[model].is_idle:
                 self._models.pop(model).close()
+
+    def unserved(self, now: float) -> dict[str, int]:
+        """How many wait for each model that nothing serves."""
+        waiting = {model: turns.queue.waiting for model, turns in self._models.items() if turns.queue.waiting}
+        return {model: count for model, count in waiting.items() if not self._sessions.serves(model, now)}
 
     @property
     def waiting(self) -> int:

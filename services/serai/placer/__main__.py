@@ -17,6 +17,8 @@ from serai.contracts.subjects import (
     PLACEMENT_APPLY,
     PLACEMENT_BUCKET,
     PLACEMENT_EXPLAIN,
+    PLACEMENT_KNOCK,
+    PLACEMENT_STARTABLE,
     POOL,
     POOLS_BUCKET,
     SESSION,
@@ -87,11 +89,12 @@ def file_reader(path: Path) -> Callable[[], PlacementFile]:
 
 async def _self_test(bus: NatsBus, settings: PlacerSettings) -> None:
     buckets = (PLACEMENT_BUCKET, POOLS_BUCKET)
-    own = [subject.of_site(settings.site) for subject in (PLACEMENT_EXPLAIN, PLACEMENT_APPLY, MACRO_WISH)]
+    asked = (PLACEMENT_EXPLAIN, PLACEMENT_APPLY, PLACEMENT_KNOCK, MACRO_WISH)
+    own = [subject.of_site(settings.site) for subject in asked]
     await bus.self_test(
         must_publish=[
             *["_INBOX_tools.self-test", ASSIGN.every, USAGE_DEMAND.of_site(settings.site)],
-            LAUNCHER_SCALE.of_site(settings.site),
+            *[LAUNCHER_SCALE.of_site(settings.site), PLACEMENT_STARTABLE.of_site(settings.site)],
             *[f"$KV.{bucket}.*" for bucket in buckets],
             *[f"$JS.API.STREAM.MSG.GET.KV_{bucket}" for bucket in buckets],
         ],

@@ -27,6 +27,7 @@ from serai.contracts.placement import (
     ApplyRequest,
     BadReport,
     KeptPlan,
+    Knock,
     ModelWord,
     PlacementRequest,
     PlacementWord,
@@ -34,14 +35,23 @@ from serai.contracts.placement import (
     PlanState,
     PoolReport,
     RunState,
+    StartableModels,
     checked_report,
 )
-from serai.contracts.subjects import MACRO_WISH, PLACEMENT_APPLY, PLACEMENT_EXPLAIN, POOL
+from serai.contracts.subjects import (
+    MACRO_WISH,
+    PLACEMENT_APPLY,
+    PLACEMENT_EXPLAIN,
+    PLACEMENT_KNOCK,
+    PLACEMENT_STARTABLE,
+    POOL,
+)
 from serai.placer import metrics
 from serai.placer.carrying_out import CarryingOut, Failure, Floor, Seen, SeenRun
 from serai.placer.deciding import Decision, Situation, decide
 from serai.placer.demand_watch import DemandWatch
 from serai.placer.explain import model_words, pool_words
+from serai.placer.knocks import Knocks, with_knocks
 from serai.placer.launchers.base import Launcher
 from serai.placer.launching import Launching
 from serai.placer.leading import Memory, lease_of
@@ -69,6 +79,8 @@ REPLAN_S = 60.0
 HELD_SAID_MAX = 20
 LOAD_S, LEAVING_MARGIN_S = 120.0, 30.0
 """What an engine takes to load, until options say; and what a successor of it is started earlier than need be."""
+SAY_EVERY_S = 5.0
+"""Which models it would start."""
 NEWS_PAUSE_S = 1.0
 """After news a plan is made at once, but not more often than this."""
 
@@ -100,6 +112,7 @@ class Placer:
         self.told = Told(bus, pool_keys, time.monotonic)
         self._limits = SolveLimits(settings.solve_s)
         self._listening_since_s = time.monotonic()
+        self.knocks = Knocks()
         self.demand = DemandWatch(bus, settings.site, settings.demand_every_s)
         self.loads = LoadTimes()
         self.wished = ScaleWishes()
@@ -122,11 +135,19 @@ class Placer:
             await self._bus.subscribe(PLACEMENT_EXPLAIN.of_site(site), self.on_explain),
             await self._bus.subscribe(PLACEMENT_APPLY.of_site(site), self.on_apply),
             await self._bus.subscribe(MACRO_WISH.of_site(site), self.on_wish),
+            await self._bus.subscribe(PLACEMENT_KNOCK.of_site(site), self.on_knock),
         ]
         await self._bus.barrier()
         log.info("placer.ready", site=site, models=sorted(self._file.models), mode=str(self._file.mode))
         async with asyncio.TaskGroup() as tasks:
-            work = (self.copy.run(), self._beating(), self._asking(), self._looking(), self._warming_up())
+            work = (
+                self.copy.run(),
+                self._beating(),
+                self._asking(),
+                self._looking(),
+                self._saying(),
+                self._warming_up(),
+            )
             working = [tasks.create_task(one) for one in work]
             await stop.wait()
             for task in working:
@@ -163,6 +184,29 @@ class Placer:
             self._news = True
             self._wake.set()
 
+    def on_knock(self, message: Message) -> None:
+        """Somebody asks an ingress for a model that nothing serves."""
+        try:
+            knock = decode(Knock, message.data)
+        except MalformedMessage as error:
+            log.warning("placer.bad_knock", error=str(error), effect="ignored")
+            return
+        if self.knocks.hear(knock, self._file.models, time.monotonic()):
+            log.info("placer.knock", model=knock.model, waiting=knock.waiting)
+            self._news = True
+            self._wake.set()
+
+    async def _saying(self) -> None:
+        """Tells ingresses which models it starts when they are asked for."""
+        while True:
+            if self._file.mode is Mode.AUTOMATIC and not self._blind():
+                try:
+                    said = StartableModels(self._settings.site, 3 * SAY_EVERY_S, self._starts_s())
+                    self._bus.publish(PLACEMENT_STARTABLE.of_site(self._settings.site), encode(said))
+                except BusError as error:
+                    log.debug("placer.not_said", error=str(error))
+            await asyncio.sleep(SAY_EVERY_S)
+
     async def _warming_up(self) -> None:
         """Reads OR-tools, which takes a second or two, before the first plan waits for it."""
         if self._settings.solve_s > 0 and importlib.util.find_spec("ortools") is not None:
@@ -189,6 +233,14 @@ class Placer:
         for option in options:
             loads[option.model] = min(loads.get(option.model, math.inf), option.load_s)
         return loads
+
+    def _starts_s(self) -> dict[str, float]:
+        """How long who asks for a model that nothing serves has to wait: longer where all GPUs are in use."""
+        starts_s = self._loads_s
+        for one in self._decision.placement.missing if self._decision is not None else ():
+            if one.model in starts_s and self._decision.placement.served_share.get(one.model, 1.0) <= 0:
+                starts_s[one.model] += self._file.rules.cool_down_s
+        return starts_s
 
     def _blind(self) -> str:
         """Why it does not act; empty = it does."""
@@ -376,11 +428,12 @@ class Placer:
             )
             for model in self._file.models
         }
+        self.knocks.answered([model for model in self.knocks.waiting(now) if replica.routable(model, now)])
         statuses = {session: replica.status(session) for session in ours if session}
         return Situation(
             self._file,
             views,
-            self.demand.usage,
+            with_knocks(self.demand.usage, self.knocks.waiting(now)),
             self.demand.known,
             {model: count for model, count in others.items() if count},
             {session: status.in_flight for session, status in statuses.items() if status is not None},

@@ -212,6 +212,26 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StartableModels:
+    """Models of which a site's placer starts an engine when somebody asks for them; said every few seconds."""
+
+    site: str
+    holds_s: float
+    """For so long it may be counted on."""
+    models: dict[str, float]
+    """By name; what an engine takes to serve, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Somebody asks for a model that nothing serves; said again while he waits."""
+
+    model: str
+    waiting: int = 1
+    """Requests at this ingress."""
+
+
+@dataclass(frozen=True, slots=True)
 class ApplyRequest:
     """Lets a proposed plan be carried out. Another generation than that of the proposed plan is refused."""
 

@@ -33,6 +33,8 @@
 | `assign.<pool>`            | placer → one pool agent    | `Assignments`, answered with `PoolReport`              |
 | `placement.explain.<site>` | tools → placer             | `PlacementRequest`, answered with `PlacementWord`      |
 | `placement.apply.<site>`   | tools → placer             | `ApplyRequest`, answered with `PlacementWord`          |
+| `placement.startable.<site>` | placer → ingresses       | `StartableModels`, every few seconds, may be lost      |
+| `placement.knock.<site>`   | ingress → placer           | `Knock`, every two seconds, may be lost                |
 
 `<session>`, `<process>` and `<pool>` are tokens already; `<site>` and `<model>` are made one by `to_token`.
 """
@@ -55,7 +57,14 @@ from serai.contracts.drain import DrainRequest
 from serai.contracts.inference import Frame
 from serai.contracts.launcher import ExplainRequest, ScaleRequest, WakeRequest
 from serai.contracts.limits import LimitsUse
-from serai.contracts.placement import ApplyRequest, Assignments, PlacementRequest, PoolReport
+from serai.contracts.placement import (
+    ApplyRequest,
+    Assignments,
+    Knock,
+    PlacementRequest,
+    PoolReport,
+    StartableModels,
+)
 from serai.contracts.registry import (
     AllocationEnded,
     DigestRequest,
@@ -166,6 +175,8 @@ POOL: Subject[PoolReport] = Subject("pool", PoolReport)
 ASSIGN: Subject[Assignments] = Subject("assign", Assignments)
 PLACEMENT_EXPLAIN: Subject[PlacementRequest] = Subject("placement.explain", PlacementRequest)
 PLACEMENT_APPLY: Subject[ApplyRequest] = Subject("placement.apply", ApplyRequest)
+PLACEMENT_STARTABLE: Subject[StartableModels] = Subject("placement.startable", StartableModels)
+PLACEMENT_KNOCK: Subject[Knock] = Subject("placement.knock", Knock)
 
 SESSIONS_BUCKET = "serai_sessions"
 """KV bucket of session records, key = session id. A cache that may lie or vanish: readers join, owners re-announce."""
