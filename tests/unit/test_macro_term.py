@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,9 +22,11 @@ from serai.contracts.admission import (
     TakeInstance,
 )
 from serai.contracts.codec import decode, encode
+from serai.contracts.drain import SleepAnswer, SleepRequest
 from serai.macro_scheduler import term as term_module
-from serai.macro_scheduler.group import Group, GroupSettings
+from serai.macro_scheduler.group import Drain, Group, GroupSettings, Scale, Sleep, Wake
 from serai.macro_scheduler.owner_keys import OwnerKeys
+from serai.macro_scheduler.scaling import ScalingSettings
 from serai.macro_scheduler.term import Term
 from serai.runtime.bus import BusError, Message
 from unit.fakes import FakeBus, record_of
@@ -253,3 +256,89 @@ def test_an_instance_that_does_not_answer_joins_later(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.02)
 
     run(story)
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+class Sleepers(Place):
+    """With scaling, and engines that sleep, unless they say that they cannot."""
+
+    def __init__(self, *, why: str = "") -> None:
+        super().__init__()
+        self.told: list[SleepRequest] = []
+        scaling = ScalingSettings(window_s=1.0, evaluate_every_s=0.5, start_s=0.0, sleeps=True)
+        self.term = Term(
+            "m",
+            1,
+            Group(GroupSettings(owner="me-1", scaling=scaling)),
+            self.bus,
+            OwnerKeys(self.owners),
+            lambda: self.held,
+            self.deposed.append,
+            UNHEARD,
+        )
+
+        def asked(payload: bytes) -> bytes:
+            self.told.append(decode(SleepRequest, payload))
+            return encode(SleepAnswer("s1", not why, why))
+
+        for session in self.sessions:
+            self.bus.answers[f"sleep.{session}"] = asked
+
+    async def until(self, there: Callable[[], object]) -> None:
+        while not there():
+            await asyncio.sleep(0.001)
+
+
+def sleepers(story: Callable[[Sleepers], Coroutine[Any, Any, None]], *, why: str = "") -> None:
+    async def main() -> None:
+        place = Sleepers(why=why)
+        try:
+            async with asyncio.timeout(10):
+                await place.begin()
+                await story(place)
+        finally:
+            await place.term.end()
+
+    asyncio.run(main())
+
+
+def test_an_instance_that_is_not_needed_is_put_to_sleep_and_woken_before_another_is_wished_for() -> None:
+    async def story(place: Sleepers) -> None:
+        place.term._obey([Drain("s1", 1, 30.0), Sleep("s1")])
+        await place.until(lambda: place.told)
+        assert (place.told[0].asleep, place.told[0].within_s) == (True, 30.0)
+        assert not any(one.subject.startswith("drain.") for one in place.bus.take())
+        place.term.leave("s1")
+        place.term.slept("s1")
+        assert place.term.asleep == {"s1"}
+        members = place.term.group.macros.members
+        effects = members._wish(Scale(2, "busy"), time.monotonic())
+        assert effects == [Wake("s1"), Scale(1, "busy")]
+        place.term._obey([Wake("s1")])
+        await place.until(lambda: len(place.told) == 2)
+        assert not place.told[1].asleep
+        place.term.join(record_of("s1", kv_tokens_max=100_000))
+        assert place.term.asleep == set()
+
+    sleepers(story)
+
+
+def test_an_engine_that_cannot_sleep_ends() -> None:
+    async def story(place: Sleepers) -> None:
+        place.term._obey([Drain("s1", 1, 30.0)])
+        await place.until(lambda: any(one.subject == "drain.s1" for one in place.bus.published))
+        place.term._obey([Drain("s1", 0, 25.0)])
+        assert len(place.told) == 1
+
+    sleepers(story, why="its engine cannot sleep")
+
+
+def test_a_sleeper_that_has_left_is_not_woken() -> None:
+    async def story(place: Sleepers) -> None:
+        place.term.slept("s1")
+        place.term.leave("s1")
+        assert place.term.group.macros.members._wish(Scale(1, "busy"), time.monotonic()) == [Scale(1, "busy")]
+
+    sleepers(story)

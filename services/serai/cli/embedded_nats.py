@@ -54,6 +54,7 @@ from serai.contracts.subjects import (
     SESSIONS_BUCKET,
     SNAPSHOT,
     STATUS,
+    SLEEP,
     TAKE,
     USAGE,
     USAGE_CONSUMER,
@@ -104,7 +105,8 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
             f"$JS.API.STREAM.MSG.GET.KV_{POOLS_BUCKET}",
         ],
         [
-            *[SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every, DRAIN.every, TAKE.every, ASSIGN.every],
+            *[SESSION.every, INFERENCE.every, CANCEL.every, PROBE.every],
+            *[DRAIN.every, SLEEP.every, TAKE.every, ASSIGN.every],
             "_INBOX_agent.>",
         ],
     ),
@@ -132,7 +134,7 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
     # Says which instance prefills what, and takes instances over; it sees no prompt.
     "macro-scheduler": (
         [
-            *[*_READ_REGISTRY, TAKE.every, DRAIN.every, MACRO_PRESENCE.every, MACRO_WISH.every, *_GROUPS],
+            *[*_READ_REGISTRY, TAKE.every, DRAIN.every, SLEEP.every, MACRO_PRESENCE.every, MACRO_WISH.every, *_GROUPS],
             *["_INBOX_ingress.>", "_INBOX_tools.>"],
         ],
         [

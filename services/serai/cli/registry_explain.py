@@ -101,6 +101,8 @@ def remedy(state: SessionState, said: SessionMetadata) -> str:
             return "it loads as soon as what it waits for is free"
         case SessionState.DRAINING:
             return "nothing: it ends when its requests are done; a new session takes over"
+        case SessionState.ASLEEP:
+            return "its macro-scheduler: it is woken when its model needs it"
         case SessionState.STALLED:
             return "the engine's next token or step of prefill; look at the engine's log and its GPU"
         case SessionState.SUSPECTED:

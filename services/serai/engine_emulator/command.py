@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="paths it has not, e.g. /v1/embeddings (none)")  # fmt: skip
     parser.add_argument("--body-limit-mb", type=float, default=64.0, help="larger bodies get 413 (%(default)s)")
     parser.add_argument("--start-delay-s", type=float, default=0.0, help="time before it listens (%(default)s)")
+    parser.add_argument("--sleep-s", type=float, default=1.0, help="time to fall asleep when asked to (%(default)s)")
+    parser.add_argument("--wake-s", type=float, default=2.0, help="time to wake (%(default)s)")
     parser.add_argument(
         "--fault",
         dest="faults",

@@ -7,6 +7,7 @@ costs is taken from what is measured (docs/decisions/0004).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import cast
@@ -153,6 +154,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _complete(self, request: HttpRequest, read: Read) -> None:
         state = self._state
+        if not state.sleep.serves(time.monotonic()):
+            raise RequestRefused(503, "The engine sleeps.")
         state.last_request = request if len(request.body) <= _REMEMBERED_BODY_BYTES_MAX else None
         completion, form = read(request.body, request.headers.get("content-type", ""))
         fault = state.faults.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -230,6 +231,22 @@ def _last_request(state: EmulatorState, request: HttpRequest) -> bytes:
     return orjson.dumps({"method": last.method, "path": last.path, "headers": last.headers, "body": body})
 
 
+def _fall_asleep(state: EmulatorState, request: HttpRequest) -> bytes:
+    if state.engine.running or state.engine.waiting:
+        raise RequestRefused(400, "Requests run; it can sleep when none does.")
+    state.sleep.fall(time.monotonic())
+    return b"{}"
+
+
+def _wake_up(state: EmulatorState, request: HttpRequest) -> bytes:
+    state.sleep.wake(time.monotonic())
+    return b"{}"
+
+
+def _is_sleeping(state: EmulatorState, request: HttpRequest) -> bytes:
+    return orjson.dumps({"is_sleeping": state.sleep.asleep(time.monotonic())})
+
+
 _ROUTES: dict[str, dict[str, Handler]] = {
     "/health": {"GET": _health},
     "/v1/models": {"GET": _models},
@@ -243,9 +260,17 @@ _ROUTES: dict[str, dict[str, Handler]] = {
     "/emulator/last-request": {"GET": _last_request},
 }
 _ROUTES_OF: dict[EngineName, dict[str, dict[str, Handler]]] = {
-    EngineName.VLLM: {"/version": {"GET": _version}, "/load": {"GET": _vllm_load}},
+    EngineName.VLLM: {
+        "/version": {"GET": _version},
+        "/load": {"GET": _vllm_load},
+        "/sleep": {"POST": _fall_asleep},
+        "/wake_up": {"POST": _wake_up},
+        "/is_sleeping": {"GET": _is_sleeping},
+    },
     EngineName.SGLANG: {
         "/v1/loads": {"GET": _loads},
+        "/release_memory_occupation": {"POST": _fall_asleep},
+        "/resume_memory_occupation": {"POST": _wake_up},
         "/server_info": {"GET": _server_info},
         "/get_server_info": {"GET": _server_info},
         "/health_generate": {"GET": _health},

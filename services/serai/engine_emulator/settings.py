@@ -53,6 +53,9 @@ class EmulatorSettings:
     """Paths that it has not."""
     body_limit_mb: float = 64.0
     start_delay_s: float = 0.0
+    sleep_s: float = 1.0
+    """What it takes to fall asleep."""
+    wake_s: float = 2.0
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class EmulatorSettings:
             raise BadSettings("--model must not be empty")
         if not 0 <= self.port <= 65535:
             raise BadSettings(f"--port must be from 0 to 65535, not {self.port}")
-        for name in ("ttft_ms", "tpot_ms", "start_delay_s"):
+        for name in ("ttft_ms", "tpot_ms", "start_delay_s", "sleep_s", "wake_s"):
             if getattr(self, name) < 0:
                 raise BadSettings(f"--{name.replace('_', '-')} must be at least 0, not {getattr(self, name)}")
         for name in ("step_ms", "max_concurrency", "answer_tokens", "context_tokens", "kv_tokens", "body_limit_mb"):

@@ -9,6 +9,7 @@ from serai.engine_emulator.completion import CompletionReader
 from serai.engine_emulator.engine import Engine
 from serai.engine_emulator.faults import FaultKind, FaultPlan
 from serai.engine_emulator.settings import EmulatorSettings
+from serai.engine_emulator.sleep import Sleep
 
 
 class Closable(Protocol):
@@ -40,6 +41,7 @@ class EmulatorState:
         self.reader = CompletionReader(settings)
         self.reads = reads(settings)
         self.faults = FaultPlan(fault for fault in settings.faults if fault.kind is not FaultKind.REFUSE_START)
+        self.sleep = Sleep(settings.sleep_s, settings.wake_s)
         self.last_request: HttpRequest | None = None
         self.connections: set[Closable] = set()
         """Those that are open."""

@@ -14,6 +14,7 @@ _ALIVE = frozenset(
         SessionState.LOADING,
         SessionState.QUEUED,
         SessionState.DRAINING,
+        SessionState.ASLEEP,
         SessionState.STALLED,
     }
 )

@@ -17,6 +17,7 @@ from serai.contracts.subjects import (
     MACRO_WISH,
     OWNERS_BUCKET,
     SESSION,
+    SLEEP,
     STATUS,
     TAKE,
 )
@@ -59,7 +60,7 @@ async def _self_test(bus: NatsBus, settings: MacroSchedulerSettings) -> None:
     buckets = (GROUPS_BUCKET, OWNERS_BUCKET)
     await bus.self_test(
         must_publish=[
-            *["_INBOX_ingress.self-test", "_INBOX_tools.self-test", TAKE.every, MACRO_PRESENCE.every],
+            *["_INBOX_ingress.self-test", "_INBOX_tools.self-test", TAKE.every, SLEEP.every, MACRO_PRESENCE.every],
             MACRO_WISH.of_site(settings.site),
             *[f"$KV.{bucket}.*" for bucket in buckets],
             *[f"$JS.API.STREAM.MSG.GET.KV_{bucket}" for bucket in buckets],

@@ -19,6 +19,24 @@ from serai.contracts.admission import AdmissionAsk, Spread
 from serai.macro_scheduler.instance_view import InstanceView
 
 
+SERAI_PARTS = (
+    "quantile-slack",
+    "in-window-protection",
+    "deadlines",
+    "expected-misses",
+    "answer-lengths",
+    "letting-go",
+    "mixed-steps",
+    "giants",
+    "leases",
+    "patience",
+    "growth",
+    "ordinary-mode",
+)
+"""What of `serai` can be switched off alone, by `GroupSettings.without`, to see what it is worth. The first eight are
+the phase gate's."""
+
+
 class Request(NamedTuple):
     """An ask with its targets made absolute, on the scheduler's clock."""
 
@@ -191,6 +209,10 @@ class Serai:
     gated = True
     scan = Scan.CHEAPEST
 
+    def __init__(self, without: str = "") -> None:
+        self._patient = without != "patience"
+        self._grows = without != "growth"
+
     def judge(self, instance: InstanceView, request: Request, active: bool, now_s: float) -> Verdict:
         """Whether it would decode before its deadline there, by prediction, without anyone's slack overdrawn."""
         prefill_s = instance.predict.prefill_s(request.ask.prompt_tokens)
@@ -200,11 +222,12 @@ class Serai:
         cost = finish_s + step_s + instance.ending() * request.slo_ttft_s
         figures = (("finished in", finish_s), ("left", left_s), ("decode step", step_s))
         spare_s = left_s - prefill_s - 2 * step_s
-        may_wait = left_s > _PATIENCE * request.slo_ttft_s and spare_s > _SPARE * request.slo_ttft_s
+        may_wait = self._patient and left_s > _PATIENCE * request.slo_ttft_s and spare_s > _SPARE * request.slo_ttft_s
         if finish_s > left_s and (prefill_s > left_s or may_wait):
             return Verdict(instance.session, False, "ttft", figures, cost)
         left = instance.kv_tokens_left()
-        if kv_tokens(request.ask) > left:
+        needed = kv_tokens(request.ask) if self._grows else request.ask.prompt_tokens
+        if needed > left:
             return Verdict(instance.session, False, "memory", (*figures, ("kv left", left)), cost)
         return Verdict(instance.session, True, "", figures, cost)
 

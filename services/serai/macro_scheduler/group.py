@@ -20,6 +20,7 @@ from serai.contracts.admission import (
     Lease,
 )
 from serai.macro_scheduler.admission import (
+    SERAI_PARTS,
     AdmissionPolicy,
     AuthorCode,
     Paper,
@@ -46,6 +47,7 @@ from serai.macro_scheduler.group_events import (
     Reported,
     Scale,
     Sleep,
+    Slept,
     SpentBy,
     Take,
     Tick,
@@ -78,6 +80,7 @@ __all__ = [
     "Reported",
     "Scale",
     "Sleep",
+    "Slept",
     "SpentBy",
     "Take",
     "Tick",
@@ -121,6 +124,8 @@ class GroupSettings:
     """`paper` only: `random` instead of the cyclic scan."""
     interval_share: float | None = None
     """`paper` only: windows of this share of the TTFT target instead of adaptive ones."""
+    without: str = ""
+    """`serai` only: one of `SERAI_PARTS`, switched off."""
     grants: bool = False
     """`serai` only: whether ingresses are given places in advance while all is at ease."""
 
@@ -133,6 +138,8 @@ class GroupSettings:
             raise ValueError(f"attainment must be between 0 and 1, not {self.attainment}")
         if self.pending_max < 0:
             raise ValueError(f"pending_max must be at least 0, not {self.pending_max}")
+        if self.without and self.without not in SERAI_PARTS:
+            raise ValueError(f"without is {self.without!r}: use one of {', '.join(SERAI_PARTS)}")
         policy_of(self)
 
 
@@ -140,7 +147,7 @@ def policy_of(settings: GroupSettings) -> AdmissionPolicy:
     """The policy that `settings` names. Raises ValueError with the names there are."""
     match settings.policy:
         case "serai":
-            return Serai()
+            return Serai(settings.without)
         case "author_code":
             return AuthorCode()
         case "paper":
@@ -198,10 +205,13 @@ class Group:
                 self._give_back(request_id)
             case Joined(session, kv_tokens_total, predict):
                 if session not in self.views:
-                    self.views[session] = InstanceView(session, kv_tokens_total, predict)
+                    self.views[session] = InstanceView(session, kv_tokens_total, predict, self.settings.without)
                 return self._then_wake(self.macros.joined(session, now_s))
             case Gone(session):
                 self.macros.gone(session, now_s)
+                self.views.pop(session, None)
+            case Slept(session):
+                self.macros.slept(session, now_s)
                 self.views.pop(session, None)
             case Owned(session, epoch, owner):
                 return self._then_wake(self.macros.owned(session, owner, epoch, now_s))

@@ -23,6 +23,7 @@ __all__ = [
     "Reported",
     "Scale",
     "Sleep",
+    "Slept",
     "SpentBy",
     "Take",
     "Tick",
@@ -76,6 +77,13 @@ class Gone(NamedTuple):
     session: str
 
 
+class Slept(NamedTuple):
+    """It has drained, and its engine sleeps: it can be woken before another is started. `Joined` when it is back,
+    `Gone` when it has left for good."""
+
+    session: str
+
+
 class Owned(NamedTuple):
     """An `Own` went through: the instance is `owner`'s with this epoch now."""
 
@@ -101,7 +109,7 @@ class Tick(NamedTuple):
     """A wanted time has come."""
 
 
-GroupEvent = Asked | Withdrawn | SpentBy | Reported | Joined | Gone | Owned | NotOwned | TookOver | Tick
+GroupEvent = Asked | Withdrawn | SpentBy | Reported | Joined | Gone | Slept | Owned | NotOwned | TookOver | Tick
 
 
 class Answer(NamedTuple):

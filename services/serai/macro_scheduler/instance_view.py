@@ -40,10 +40,12 @@ class PendingLease(NamedTuple):
 class InstanceView:
     """One instance of one group."""
 
-    def __init__(self, session: str, kv_tokens_total: int, predict: StepPredictor) -> None:
+    def __init__(self, session: str, kv_tokens_total: int, predict: StepPredictor, without: str = "") -> None:
         self.session = session
         self.predict = predict
         self.kv_tokens_total = kv_tokens_total
+        self.without = without
+        """A part of the policy that is switched off."""
         self.epoch = 0
         """0: not owned yet, so nothing may be leased."""
         self.sequence = 0
@@ -83,7 +85,7 @@ class InstanceView:
         alone_s = self.predict.decode_s(1, _TYPICAL_TOKENS)
         if report is not None and report.step_s and report.decoding.count == 1:
             alone_s = report.step_s
-        if alone_s > _OUT_SHARE * slo_tpot_s:
+        if alone_s > _OUT_SHARE * slo_tpot_s and self.without != "ordinary-mode":
             self.mode = GateMode.ORDINARY
         elif alone_s < _BACK_SHARE * slo_tpot_s:
             self.mode = GateMode.PADG
@@ -101,6 +103,8 @@ class InstanceView:
     def lease(self, request_id: str, lease: Lease, now_s: float) -> None:
         """Debit `lease`, whose sequence is the next."""
         self.sequence = lease.sequence
+        if self.without == "leases":
+            return
         self.leases[lease.sequence] = PendingLease(request_id, lease, now_s)
         self.leased_prefill_s += lease.prefill_s
         self.leased_kv_tokens += lease.kv_tokens

@@ -46,6 +46,7 @@ class Candidate:
         owners: OwnerKeys,
         name: str,
         instances: Callable[[str], Iterable[SessionRecord]],
+        asleep: Callable[[str], set[str]],
         heard_epoch: Callable[[str], int],
         unheard_inbox: str,
     ) -> None:
@@ -57,6 +58,7 @@ class Candidate:
         self._owners = owners
         self._name = name
         self._instances = instances
+        self._asleep = asleep
         self._heard_epoch = heard_epoch
         self._unheard_inbox = unheard_inbox
         self._epoch = 0
@@ -166,8 +168,10 @@ class Candidate:
     def _meet(self, term: Term) -> None:
         """The group has the instances that the registry says serve."""
         records = {record.session: record for record in self._instances(self.model)}
-        known = term.sessions
-        for session in [one for one in known if one not in records]:
+        known, asleep = term.sessions, self._asleep(self.model)
+        for session in asleep - term.asleep:
+            term.slept(session)
+        for session in (known | term.asleep) - set(records) - asleep:
             term.leave(session)
         for session, record in records.items():
             if session not in known:

@@ -60,6 +60,11 @@ class MacroInstances:
             self._meter.gone(session)
         self._led([])
 
+    def slept(self, session: str, now_s: float) -> None:
+        """It has drained, and its engine sleeps."""
+        self.gone(session, now_s)
+        self.members.slept(session, now_s)
+
     def owned(self, session: str, owner: str, epoch: int, now_s: float) -> list[GroupEffect]:
         """A claim went through."""
         return self._led(self.members.owned(session, owner, epoch, now_s))

@@ -87,6 +87,7 @@ class Membership:
         """It has left, or drains by a word of its own or of others: nothing new goes there, and it is told no more."""
         self.draining.pop(session, None)
         self._drain_again_s.pop(session, None)
+        self._asleep.pop(session, None)
         self._ownership.forget(session)
         if session in self._macro_of:
             self._follow(mitosis.left(self.macros, session), now_s)

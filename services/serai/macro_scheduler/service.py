@@ -15,7 +15,7 @@ import structlog
 
 from serai.contracts.admission import InstanceReport, MacroExplainRequest, MacroWord
 from serai.contracts.codec import MalformedMessage, decode, encode
-from serai.contracts.session_record import SessionRecord
+from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.contracts.subjects import INSTANCE, MACRO_EXPLAIN, MACRO_PRESENCE, to_token
 from serai.macro_scheduler import metrics
 from serai.macro_scheduler.leading import PRESENCE, Candidate
@@ -125,6 +125,7 @@ class MacroScheduler:
             self._owners,
             self._name,
             self.instances,
+            self.asleep,
             self._heard_epoch,
             f"{self._unheard}.{number}",
         )
@@ -154,6 +155,15 @@ class MacroScheduler:
         """Sessions of this site that serve the model and may have requests now."""
         site, routable = self._settings.site, self.copy.replica.routable(model, time.monotonic())
         return [record for record in routable if record.metadata.site == site]
+
+    def asleep(self, model: str) -> set[str]:
+        """Sessions of this site whose engine could be woken."""
+        site, replica = self._settings.site, self.copy.replica
+        return {
+            record.session
+            for record in replica.records_of_model(model)
+            if record.metadata.asleep and record.metadata.site == site and record.lifecycle is Lifecycle.SERVING
+        }
 
     # -- instances -----------------------------------------------------------------------------------------------
 

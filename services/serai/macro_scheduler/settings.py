@@ -37,6 +37,9 @@ class MacroSchedulerSettings(ConnectionSettings):
     scaling_by: str = setting(
         "none", "who starts and ends the instances it asks for: placer, launcher; none = it only drains, and logs"
     )
+    scaling_sleeps: bool = setting(
+        False, "put engines that are not needed to sleep, where they can, and wake them before others are asked for"
+    )
     scaling_window_s: float = setting(30.0, "with --scaling, how much of the past is looked at, six times in that time")
     scaling_drain_s: float = setting(60.0, "what an instance that is not needed may still take for its requests")
     instances_min: int = setting(1, "with --scaling, a model keeps so many instances")
@@ -71,6 +74,8 @@ class MacroSchedulerSettings(ConnectionSettings):
             raise ValueError(f"--scaling-trigger {self.scaling_trigger!r}: must be one of {', '.join(Trigger)}")
         if self.scaling_by not in SCALERS:
             raise ValueError(f"--scaling-by {self.scaling_by!r}: must be one of {', '.join(SCALERS)}")
+        if self.scaling_sleeps and (self.scaling_by != "none" or not self.scaling):
+            raise ValueError("--scaling-sleeps: needs --scaling without --scaling-by: who starts engines ends them")
         if self.scaling_by != "none" and not self.scaling:
             raise ValueError(f"--scaling-by {self.scaling_by}: needs --scaling")
         try:
@@ -105,6 +110,7 @@ class MacroSchedulerSettings(ConnectionSettings):
             instances_max=self.instances_max,
             start_s=self.instance_start_s,
             drain_s=self.scaling_drain_s,
+            sleeps=self.scaling_sleeps,
         )
 
 

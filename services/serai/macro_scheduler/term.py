@@ -26,9 +26,9 @@ from serai.contracts.admission import (
     UsedGrant,
 )
 from serai.contracts.codec import MalformedMessage, decode, encode
-from serai.contracts.drain import DrainRequest
+from serai.contracts.drain import DrainRequest, SleepAnswer, SleepRequest
 from serai.contracts.session_record import SessionRecord
-from serai.contracts.subjects import ADMISSION, DRAIN, TAKE
+from serai.contracts.subjects import ADMISSION, DRAIN, SLEEP, TAKE
 from serai.macro_scheduler import metrics
 from serai.macro_scheduler.group import (
     Answer,
@@ -45,6 +45,7 @@ from serai.macro_scheduler.group import (
     Reported,
     Scale,
     Sleep,
+    Slept,
     SpentBy,
     Take,
     Tick,
@@ -121,6 +122,12 @@ class Term:
         self._names: OrderedDict[str, str] = OrderedDict()
         self._said_at_s = 0.0
         self._ended = False
+        scaling = group.settings.scaling
+        self._sleeps = scaling is not None and scaling.sleeps
+        self._sleepless: set[str] = set()
+        """Sessions whose engines cannot sleep: they end instead."""
+        self.asleep: set[str] = set()
+        """Sessions that sleep, as far as is known."""
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -166,17 +173,25 @@ class Term:
     def join(self, record: SessionRecord) -> None:
         """A session that serves the model."""
         steps = self._steps[record.session] = InstanceSteps(record.metadata)
+        self.asleep.discard(record.session)
         self.handle(Joined(record.session, record.metadata.kv_tokens_max, steps.predictor))
         metrics.INSTANCES.labels(self.model).set(len(self._steps))
 
     def leave(self, session: str) -> None:
         """It serves no more, or drains."""
         self._steps.pop(session, None)
+        self.asleep.discard(session)
         self._obeying.discard(session)
         self._heard_epochs.pop(session, None)
         self.windows.forget(session)
         self.handle(Gone(session))
         metrics.INSTANCES.labels(self.model).set(len(self._steps))
+
+    def slept(self, session: str) -> None:
+        """Its engine sleeps; known before, or not."""
+        self.leave(session)
+        self.asleep.add(session)
+        self.handle(Slept(session))
 
     def on_report(self, report: InstanceReport) -> None:
         """`instance.<session>`, of one of our instances."""
@@ -288,9 +303,14 @@ class Term:
                         self.wishing.scaled(self.group.macros.members, change, why)
                         self.look()
                 case Drain(session, _, deadline_s):
-                    self._drain(session, deadline_s)
-                case Sleep(session) | Wake(session):
-                    log.info("macro.sleep_or_wake", model=self.model, session=session, effect=type(effect).__name__)
+                    if self._sleeps and session not in self._sleepless:
+                        self._spawn(self._put_to_sleep(session, deadline_s))
+                    else:
+                        self._drain(session, deadline_s)
+                case Sleep():
+                    pass  # It was asked for in place of the drain.
+                case Wake(session):
+                    self._spawn(self._wake_up(session))
                 case _:
                     assert_never(effect)
 
@@ -406,6 +426,28 @@ class Term:
             else:  # It obeys a higher epoch than KV knew of.
                 self._obeying.discard(session)
                 self._spawn(self._own(session, take.owner))
+
+    async def _put_to_sleep(self, session: str, within_s: float) -> None:
+        """Or to its end, where that cannot be."""
+        if why := await self._sleep_word(session, SleepRequest(True, within_s, "its macro-scheduler needs it no more")):
+            log.info("macro.sleepless", model=self.model, session=session, why=why, effect="it ends instead")
+            self._sleepless.add(session)
+            self._drain(session, within_s)
+        else:
+            log.info("macro.put_to_sleep", model=self.model, session=session, within_s=within_s)
+
+    async def _wake_up(self, session: str) -> None:
+        why = await self._sleep_word(session, SleepRequest(False, reason="its macro-scheduler needs it again"))
+        log.info("macro.woken", model=self.model, session=session, problem=why)
+
+    async def _sleep_word(self, session: str, request: SleepRequest) -> str:
+        """Why it does not; empty: it does."""
+        try:
+            message = await self._bus.request(SLEEP.of(session), encode(request), TAKE_TIMEOUT_S)
+            answer = decode(SleepAnswer, message.data)
+        except (BusError, MalformedMessage) as error:
+            return str(error)
+        return "" if answer.accepted else answer.why or "it says no"
 
     # -- words ---------------------------------------------------------------------------------------------------
 

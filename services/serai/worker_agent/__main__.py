@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 
 from serai.contracts.session_record import GpuDevice
-from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, INSTANCE, PROBE, SESSION, STATUS, TAKE
+from serai.contracts.subjects import CANCEL, DRAIN, INFERENCE, INSTANCE, PROBE, SESSION, SLEEP, STATUS, TAKE
 from serai.runtime.nats_bus import NatsBus
 from serai.runtime.service import ServiceFailure, run_service, serve_metrics, watch_bus
 from serai.runtime.settings import add_settings, read_settings, refuse
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             await bus.self_test(
                 must_publish=["_INBOX_ingress.self-test", *[s.every for s in (SESSION, STATUS, PROBE, INSTANCE)]],
-                must_subscribe=[s.every for s in (INFERENCE, CANCEL, PROBE, DRAIN, TAKE)],
+                must_subscribe=[s.every for s in (INFERENCE, CANCEL, PROBE, DRAIN, SLEEP, TAKE)],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
             async with (

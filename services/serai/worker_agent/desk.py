@@ -73,6 +73,9 @@ class Gatekeeper(Protocol):
     def drains(self) -> None:
         """No new requests come; it holds nothing back from now on."""
 
+    def serves_again(self) -> None:
+        """They do come after all."""
+
 
 class Desk:
     """Handlers for `inference` and `cancel`; bus callbacks, so nothing here waits."""
@@ -96,6 +99,8 @@ class Desk:
         self._exchanges: dict[tuple[str, int], Exchange] = {}
         self.gate: Gatekeeper | None = None
         """None: requests go to the engine at once."""
+        self._drained: Gatekeeper | None = None
+        """Who was told that no new requests come."""
         self.closed_because: tuple[FailureCode, str] | None = None
         """Set while no new request may start; the reason goes back with each refusal."""
         self.requests_total = 0
@@ -207,7 +212,18 @@ class Desk:
         """From now on: the session drains."""
         self.closed_because = (FailureCode.DRAINING, "this session is draining")
         if self.gate is not None:
+            self._drained = self.gate
             self.gate.drains()
+
+    def take_again(self) -> None:
+        """The session serves on after all."""
+        self.closed_because = None
+        if self._drained is not None:
+            self._drained.serves_again()
+
+    def hand_over_all(self) -> None:
+        """Everything that is here."""
+        self.hand_over([one.key for one in self.running()])
 
     def hand_over(self, keys: Collection[int]) -> None:
         """Ends these requests (`Running.key`) in a way that their ingresses survive: what has begun goes on elsewhere

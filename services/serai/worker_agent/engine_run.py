@@ -10,7 +10,7 @@ from typing import NoReturn
 import structlog
 
 from serai.runtime.http1 import HttpPool, Origin
-from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel, StrangerListens
+from serai.worker_agent.engine.base import Engine, EngineMisconfigured, ServedModel, SleepCalls, StrangerListens
 from serai.worker_agent.engine.clearance import Clearance, NodeBusy
 from serai.worker_agent.engine.listeners import Listener
 from serai.worker_agent.engine.model_files import model_bytes, model_config, model_path, model_word
@@ -73,6 +73,11 @@ class EngineRun:
     def tells_steps(self) -> bool:
         """Whether it was started so that it dials us."""
         return not self._settings.engine_url and self.engine.tells_steps(self._command)
+
+    @property
+    def sleep_calls(self) -> SleepCalls | None:
+        """None: it cannot sleep."""
+        return self.engine.sleep_calls(self._command)
 
     async def start(self) -> ServedModel:
         """Returns when it serves. Raises EngineFailed."""

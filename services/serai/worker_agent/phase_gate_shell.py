@@ -262,6 +262,10 @@ class GateShell:
             else:
                 request.exchange.fail(FailureCode.DRAINING, "this session is draining", retry_safe=True)
 
+    def serves_again(self) -> None:
+        """From the next take on there is a gate again."""
+        self._drains = False
+
     def _detach(self) -> None:
         self._desk.gate = None
         self._gate = None

@@ -18,6 +18,7 @@ from serai.contracts.subjects import (
     POOLS_BUCKET,
     PROBE,
     SESSION,
+    SLEEP,
     STATUS,
     TAKE,
 )
@@ -60,7 +61,7 @@ def run_pool(settings: PoolSettings, command: Sequence[str]) -> int:
         try:
             await bus.self_test(
                 must_publish=["_INBOX_ingress.self-test", *[s.every for s in (SESSION, STATUS, PROBE, INSTANCE, POOL)]],
-                must_subscribe=[s.every for s in (INFERENCE, CANCEL, PROBE, DRAIN, TAKE, ASSIGN)],
+                must_subscribe=[s.every for s in (INFERENCE, CANCEL, PROBE, DRAIN, SLEEP, TAKE, ASSIGN)],
                 must_not_subscribe=["_INBOX_ingress.>"],
             )
             end = AllocationEnd(total_s=settings.allocation_s)

@@ -46,6 +46,7 @@ from serai.worker_agent.phase_gate_shell import GateShell
 from serai.worker_agent.presence import Presence, Vitals, Work
 from serai.worker_agent.readers import Readers
 from serai.worker_agent.settings import AgentSettings
+from serai.worker_agent.sleeping import EngineSleep, Sleeping
 from serai.worker_agent.supervision import EngineEnd
 from serai.worker_agent.vitals import VitalSigns
 from serai.worker_agent.watchdog import Watchdog
@@ -98,6 +99,7 @@ class Session:
         self._watchdog: Watchdog | None = None
         self._vitals: VitalSigns | None = None
         self._gate: GateShell | None = None
+        self._sleeping: Sleeping | None = None
 
     @property
     def record(self) -> SessionRecord:
@@ -121,7 +123,9 @@ class Session:
                 assert self._watchdog is not None
                 assert self._vitals is not None
                 assert self._gate is not None
+                assert self._sleeping is not None
                 living += [
+                    tasks.create_task(self._sleeping.running()),
                     tasks.create_task(self._watching()),
                     tasks.create_task(self._gate.watching()),
                     tasks.create_task(self._watchdog.watching()),
@@ -258,8 +262,10 @@ class Session:
             kv_tokens_total=reports.load.kv_tokens_max or 0,
             open_gate=Position(settings.open_gate),
         )
+        self._sleeping = self._made_sleeping(desk)
         subscriptions = [
             *await self._gate.start(),
+            await self._sleeping.start(),
             await self._bus.subscribe(INFERENCE.of(session), desk.on_inference),
             await self._bus.subscribe(CANCEL.of(session), desk.on_cancel),
             await self._readers.start(),
@@ -267,6 +273,20 @@ class Session:
         ]
         await self._bus.barrier()
         return subscriptions
+
+    def _made_sleeping(self, desk: Desk) -> Sleeping:
+        pool, headers, model = self._engine.pool, self._engine.headers, self._served.engine_model
+        # An engine that somebody else has started is not ours to put to sleep.
+        calls = None if self._settings.engine_url else self._engine.sleep_calls
+        return Sleeping(
+            self._bus,
+            self.record.session,
+            desk,
+            EngineSleep(pool, headers, calls) if calls is not None else None,
+            lambda: canary(pool, model, headers, HUNG_CANARY_S),
+            lambda: self.record.metadata,
+            self._change,
+        )
 
     # -- while it serves -----------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class SessionMetadata:
     """Share of the start done, 0..1, while the engine loads; None when it is not loading or does not tell."""
     loading_phase: str = ""
     draining: Draining | None = None
+    asleep: bool = False
+    """Its engine has freed its GPUs and keeps what it needs to serve again within seconds; nobody is sent there."""
     agent_version: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     allocation_ends_at: str = ""

@@ -6,6 +6,7 @@
 | `status.<session>`         | agent → all                | `SessionStatus`, about once a second, may be lost      |
 | `probe.<session>`          | anyone → one agent         | `ProbeRequest`, answered with `ProbeAnswer`            |
 | `drain.<session>`          | launcher, tools → one agent | `DrainRequest`, answered with `DrainAnswer`           |
+| `sleep.<session>`          | macro-scheduler → one agent | `SleepRequest`, answered with `SleepAnswer`           |
 | `inference.<session>`      | ingress → one agent        | frames: request, body, credit                          |
 | `cancel.<session>`         | ingress → one agent        | frame: cancel                                          |
 | `<inbox>.<stream>`         | agent → one ingress        | frames: alive, head, data, end, error, body credit     |
@@ -53,7 +54,7 @@ from serai.contracts.admission import (
     ScaleWish,
     TakeInstance,
 )
-from serai.contracts.drain import DrainRequest
+from serai.contracts.drain import DrainRequest, SleepRequest
 from serai.contracts.inference import Frame
 from serai.contracts.launcher import ExplainRequest, ScaleRequest, WakeRequest
 from serai.contracts.limits import LimitsUse
@@ -147,6 +148,7 @@ INFERENCE: Subject[Frame] = Subject("inference", Frame)
 CANCEL: Subject[Frame] = Subject("cancel", Frame)
 PROBE: Subject[ProbeRequest] = Subject("probe", ProbeRequest)
 DRAIN: Subject[DrainRequest] = Subject("drain", DrainRequest)
+SLEEP: Subject[SleepRequest] = Subject("sleep", SleepRequest)
 
 # Of one site's registry: `of_site`.
 BEAT: Subject[RegistryBeat] = Subject("registry.beat", RegistryBeat)

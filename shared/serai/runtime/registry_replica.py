@@ -280,6 +280,8 @@ class RegistryReplica:
             return f"its lifecycle is {record.lifecycle.name}{_detail(record.metadata)}"
         if record.metadata.draining is not None:
             return f"it is draining: {record.metadata.draining.reason}"
+        if record.metadata.asleep:
+            return "its engine is asleep"
         sighting = self._sightings[session]
         if sighting.heard_at_s is None:
             return "its record is known, but no sign of life has come yet"

@@ -17,6 +17,8 @@ class SessionState(StrEnum):
     QUEUED = "queued"
     """It waits for something before it can load."""
     DRAINING = "draining"
+    ASLEEP = "asleep"
+    """Its engine has freed its GPUs; it can be woken within seconds."""
     STALLED = "stalled"
     """Its agent lives, its engine makes no progress."""
     SUSPECTED = "suspected"
@@ -41,4 +43,6 @@ def state_of(replica: RegistryReplica, session: str, now: float) -> SessionState
         return SessionState.QUEUED if record.metadata.loading_phase == QUEUED_PHASE else SessionState.LOADING
     if record.metadata.draining is not None:
         return SessionState.DRAINING
+    if record.metadata.asleep:
+        return SessionState.ASLEEP
     return SessionState.STALLED if replica.stalled_s(session) > 0 else SessionState.SERVING

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from serai.worker_agent.engine.traits import Traits
 
@@ -36,6 +37,17 @@ class ServedModel:
     traits: Traits = Traits()
 
 
+class SleepCalls(NamedTuple):
+    """How an engine is put to sleep and woken over its HTTP, by POST."""
+
+    sleep: str
+    wake: str
+    asks: str = ""
+    """Where it says whether it sleeps (`is_sleeping`); empty: its answers to the others come when it does."""
+    variables: Mapping[str, str] = MappingProxyType({})
+    """Of its environment, without which it has none of these."""
+
+
 class Engine(Protocol):
     """One engine kind; stateless."""
 
@@ -61,6 +73,9 @@ class Engine(Protocol):
 
     def tells_steps(self, command: Sequence[str]) -> bool:
         """Whether an engine started so dials the agent, obeys phases and tells of its steps (`phase_socket.py`)."""
+
+    def sleep_calls(self, command: Sequence[str]) -> SleepCalls | None:
+        """Of an engine started so; None: it cannot sleep."""
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         """`command` so that the engine listens on `host:port`. Raises EngineMisconfigured when it cannot be told."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serai.worker_agent.engine.base import SleepCalls
 from serai.worker_agent.engine.counters import SGLANG_COUNTERS, VLLM_COUNTERS
 from serai.worker_agent.engine.openai import OpenAiEngine, is_serai_engine, runs_module, with_port_flags
+from serai.worker_agent.engine.sglang import SGLANG_SLEEP
+from serai.worker_agent.engine.vllm import VLLM_SLEEP
 
 
 class EmulatedEngine(OpenAiEngine):
@@ -26,6 +29,9 @@ class EmulatedEngine(OpenAiEngine):
 
     def tells_steps(self, command: Sequence[str]) -> bool:
         return any(word.endswith("phase-gated") for word in command)  # After --mode.
+
+    def sleep_calls(self, command: Sequence[str]) -> SleepCalls | None:
+        return SGLANG_SLEEP if "sglang" in command else VLLM_SLEEP
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)

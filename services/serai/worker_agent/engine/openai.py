@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-from serai.worker_agent.engine.base import EngineMisconfigured, NotServing, ServedModel
+from serai.worker_agent.engine.base import EngineMisconfigured, NotServing, ServedModel, SleepCalls
 from serai.worker_agent.engine.counters import (
     LLAMACPP_COUNTERS,
     SGLANG_COUNTERS,
@@ -35,6 +35,9 @@ class OpenAiEngine:
 
     def tells_steps(self, command: Sequence[str]) -> bool:
         return False
+
+    def sleep_calls(self, command: Sequence[str]) -> SleepCalls | None:
+        return None
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         filled = fill_placeholders(command, host, port)

@@ -261,6 +261,13 @@ class EngineProcess:
             pass
 
 
+def _variables(engine: Engine, command: Sequence[str], port: int) -> dict[str, str]:
+    """What an engine needs for what it is to do beside serving."""
+    sleep = engine.sleep_calls(command)
+    told = {VARIABLE: socket_name(port)} if engine.tells_steps(command) else {}
+    return {**engine.environment(), **told, **(sleep.variables if sleep is not None else {})}
+
+
 @dataclass(frozen=True, slots=True)
 class LoopbackStarter:
     """The real `EngineStarter`: a child process on a free port of this host. The fields are `engine_environment`'s, but
@@ -281,7 +288,7 @@ class LoopbackStarter:
             mark = process_table.new_mark(str(port))
             environment = engine_environment(
                 os.environ | self.variables,
-                engine.environment() | ({VARIABLE: socket_name(port)} if engine.tells_steps(command) else {}),
+                _variables(engine, command, port),
                 mark=mark,
                 scratch=self.scratch,
                 interface=self.interface,

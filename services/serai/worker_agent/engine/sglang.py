@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serai.worker_agent.engine.base import SleepCalls
 from serai.worker_agent.engine.counters import SGLANG_COUNTERS, SGLANG_GAUGES
 from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
+
+SGLANG_SLEEP = SleepCalls("/release_memory_occupation", "/resume_memory_occupation")
 
 
 class SglangEngine(OpenAiEngine):
@@ -24,6 +27,9 @@ class SglangEngine(OpenAiEngine):
 
     def recognises(self, command: Sequence[str]) -> bool:
         return (program(command) == "sglang" and "serve" in command) or runs_module(command, "sglang.launch_server")
+
+    def sleep_calls(self, command: Sequence[str]) -> SleepCalls | None:
+        return SGLANG_SLEEP if "--enable-memory-saver" in command else None
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serai.worker_agent.engine.base import SleepCalls
 from serai.worker_agent.engine.counters import VLLM_COUNTERS, VLLM_GAUGES
 from serai.worker_agent.engine.openai import OpenAiEngine, program, runs_module, with_port_flags
+
+# Level 1: weights go to main memory, the KV cache is dropped. The calls are among those of development only.
+VLLM_SLEEP = SleepCalls("/sleep?level=1", "/wake_up", "/is_sleeping", {"VLLM_SERVER_DEV_MODE": "1"})
 
 
 class VllmEngine(OpenAiEngine):
@@ -24,6 +28,9 @@ class VllmEngine(OpenAiEngine):
 
     def tells_steps(self, command: Sequence[str]) -> bool:
         return any("serai_vllm." in word for word in command)  # After --scheduler-cls.
+
+    def sleep_calls(self, command: Sequence[str]) -> SleepCalls | None:
+        return VLLM_SLEEP if "--enable-sleep-mode" in command else None
 
     def with_address(self, command: Sequence[str], host: str, port: int) -> list[str]:
         return with_port_flags(command, host, port)
