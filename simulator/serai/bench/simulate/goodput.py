@@ -1,10 +1,10 @@
 """`serai simulate goodput`: the PaDG paper's main comparison, in virtual time.
 
-Three clusters, three models, three sets of lengths with the paper's targets, and six systems: vLLM-like and
-Sarathi-like instances behind round robin, DistServe-like and Mooncake-like ones, and macro-scheduled ones under the
-paper's policy and ours. Goodput at a level is the highest rate at which that share of requests meets both targets, by
-the paper's definition of them; rates rise until the system has failed for good, and the lowest failing rate is told
-beside.
+Three clusters, three models, three sets of lengths with the paper's targets, and nine systems: vLLM-like and Sarathi-
+like instances, behind round robin and with arrivals of their own; DistServe-like and Mooncake-like ones; and macro-
+scheduled ones under the paper's policy, its released code's and ours. Goodput at a level is the highest rate at which
+that share of requests meets both targets, by the paper's definition of them; rates rise until the system has failed for
+good, and the lowest failing rate is told beside.
 
 --slo asks the same of one set-up under tighter targets (the paper's sensitivity experiment).
 """
@@ -39,6 +39,7 @@ from serai.bench.simulate.study.comparison import (
 )
 from serai.bench.simulate.study.paper_figures import (
     BASELINES,
+    INDEPENDENT,
     NODG,
     RATIOS,
     TIGHTER_SLO,
@@ -55,7 +56,8 @@ from serai.simulator.reports.study_pictures import grouped_bars
 from serai.simulator.reports.tables import write_table_csv
 
 OURS = ("padg-paper", "padg-author-code", "serai")
-SYSTEMS = (*BASELINES, *OURS)
+OTHERS = (*BASELINES, *INDEPENDENT.values())
+SYSTEMS = (*OTHERS, *OURS)
 LEVELS = (0.9, 0.99)
 """Not P50: what it asks of a system, rates at which half of all requests miss, costs more than all else, and the
 paper's ratios are at P90 and P99."""
@@ -178,7 +180,7 @@ def _run(comparison: Comparison, arguments: argparse.Namespace) -> Runs:
 def ratio_figures(table: GoodputTable, slices: Sequence[Slice]) -> dict[str, float]:
     """Flat, by cluster: mean ratio over its slices, and the range over seeds."""
     figures: dict[str, float] = {}
-    for cluster, ours, other, level in product(CLUSTERS, OURS, BASELINES, LEVELS):
+    for cluster, ours, other, level in product(CLUSTERS, OURS, OTHERS, LEVELS):
         here = [where for where in slices if where.cluster == cluster]
         mean, count = average_ratio(table, here, ours, [other], level)
         name = f"{cluster}_{flat(ours)}_over_{other}_p{level * 100:g}"
@@ -224,7 +226,7 @@ def paper_table(table: GoodputTable, slices: Sequence[Slice]) -> list[tuple[str,
         "serai",
     )
     rows: list[tuple[str, ...]] = [(*head, "of")]
-    for published in RATIOS:
+    for published in (*RATIOS, *_of_independent(RATIOS)):
         here = [where for where in slices if _belongs(where, published)]
         means = {ours: average_ratio(table, here, ours, published.baselines, 0.9) for ours in OURS}
         count = max(number for _, number in means.values())
@@ -233,6 +235,15 @@ def paper_table(table: GoodputTable, slices: Sequence[Slice]) -> list[tuple[str,
             theirs = (text for mean in (literal, code) for text in _beside(mean, published.ratio))
             rows.append((published.name, f"{published.ratio:.2f}", *theirs, _ratio(serai), str(count)))
     return rows
+
+
+def _of_independent(ratios: Sequence[PaperRatio]) -> list[PaperRatio]:
+    """The same figures for baselines whose instances have arrivals of their own."""
+    return [
+        replace(one, baselines=tuple(INDEPENDENT[name] for name in one.baselines))
+        for one in ratios
+        if all(name in INDEPENDENT for name in one.baselines)
+    ]
 
 
 def _beside(mean: float, published: float) -> tuple[str, str]:

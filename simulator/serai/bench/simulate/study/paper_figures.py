@@ -9,6 +9,11 @@ from dataclasses import dataclass
 NODG = ("vllm", "sarathi")
 FUDG = ("distserve", "mooncake")
 BASELINES = (*NODG, *FUDG)
+INDEPENDENT = {name: f"{name}-independent" for name in NODG}
+"""The same engines with Poisson arrivals of their own each, as from a client that picks one at random. The paper does
+not say how requests came to the instances of its NoDG baselines, and vLLM 0.7 had no router. Round robin by one counter
+makes arrivals at each of N instances nearly regular (Erlang-N gaps), which few systems have, and which keeps a prefill
+from falling into a short answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from serai.bench.simulate.study.cells import CONTEXT_TOKENS, Cell, Load, Slice
+from serai.bench.simulate.study.paper_figures import INDEPENDENT
 from serai.bench.simulate.study.trace_loads import TRACES
 from serai.macro_scheduler import admission
 from serai.macro_scheduler.group import GroupSettings
@@ -37,6 +38,7 @@ from serai.simulator.workloads.workload import Arrival
 DRAIN_S = 240.0
 MACRO_SCHEDULED = {"padg-paper": "paper", "padg-author-code": "author_code", "serai": "serai"}
 """Systems by name, and the admission policy of each."""
+_ENGINE = {independent: engine for engine, independent in INDEPENDENT.items()}
 
 
 def is_macro_scheduled(system: str) -> bool:
@@ -111,7 +113,9 @@ def built(cell: Cell) -> System:
         )
     if is_macro_scheduled(candidate.system):
         return _macro_scheduled(cell)
-    return whole_system(candidate.system, model, where.instances, overheads=where.overheads, gpus=gpus)
+    policy = "uniform-random" if candidate.system in _ENGINE else "round-robin"
+    engine = _ENGINE.get(candidate.system, candidate.system)
+    return whole_system(engine, model, where.instances, overheads=where.overheads, policy=policy, gpus=gpus)
 
 
 def _macro_scheduled(cell: Cell) -> System:
