@@ -30,6 +30,11 @@ def test_only_the_placer_assigns_and_it_sees_no_request(tmp_path: Path) -> None:
                 assert await may_write(placer, POOLS_BUCKET)
                 assert await may_write(placer, PLACEMENT_BUCKET)
                 assert await agent.bucket(POOLS_BUCKET).get("p") == (b"{}", 1)
+                with pytest.raises(BusError):
+                    await agent.bucket(POOLS_BUCKET, timeout_s=1.0).delete("p")
+                assert await placer.bucket(POOLS_BUCKET).entries() == {"p": b"{}"}
+                await placer.bucket(POOLS_BUCKET).delete("p")
+                assert await placer.bucket(POOLS_BUCKET).entries() == {}
                 for bus, forbidden in ((agent, ASSIGN.every), (tools, ASSIGN.every), (placer, INFERENCE.every)):
                     with pytest.raises(Exception, match="publish"):
                         await bus.self_test(must_publish=[forbidden], must_subscribe=[], must_not_subscribe=[])

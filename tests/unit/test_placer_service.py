@@ -13,8 +13,10 @@ import pytest
 
 from serai.contracts.codec import decode, encode
 from serai.contracts.placement import (
+    ASSIGNMENT_LABEL,
     ActionKind,
     ApplyRequest,
+    Assignment,
     Assignments,
     PlacementRequest,
     PlacementWord,
@@ -26,6 +28,7 @@ from serai.contracts.placement import (
 )
 from serai.contracts.session_record import GpuDevice, Lifecycle
 from serai.contracts.subjects import ASSIGN, PLACEMENT_APPLY, PLACEMENT_EXPLAIN, POOL
+from serai.placer.leftovers import ENDED_KEPT_S, UNKNOWN_KEPT_S
 from serai.placer.placement_file import PlacementFile, read_placement
 from serai.placer.service import Placer
 from serai.placer.settings import PlacerSettings
@@ -60,6 +63,12 @@ class Keys:
             return False
         self.values[key] = (value, revision + 1)
         return True
+
+    async def entries(self) -> dict[str, bytes]:
+        return {key: value for key, (value, _) in self.values.items()}
+
+    async def delete(self, key: str) -> None:
+        del self.values[key]
 
 
 @dataclass
@@ -129,7 +138,7 @@ class Site:
     async def look(self, placer: Placer | None = None, times: int = 1) -> None:
         """Pools speak, the placer looks."""
         placer = placer or self.placer
-        placer._read_again()
+        placer._news |= placer._files.again()
         for _ in range(times):
             for pool in self.pools:
                 report = pool.report()
@@ -159,10 +168,10 @@ class Site:
 
     def explain(self, model: str = "", placer: Placer | None = None) -> PlacementWord:
         placer = placer or self.placer
-        return self.ask(placer.on_explain, PLACEMENT_EXPLAIN.of_site("local"), PlacementRequest(model))
+        return self.ask(placer.answers.on_explain, PLACEMENT_EXPLAIN.of_site("local"), PlacementRequest(model))
 
     def apply(self, generation: int) -> PlacementWord:
-        return self.ask(self.placer.on_apply, PLACEMENT_APPLY.of_site("local"), ApplyRequest(generation))
+        return self.ask(self.placer.answers.on_apply, PLACEMENT_APPLY.of_site("local"), ApplyRequest(generation))
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -345,7 +354,7 @@ def test_an_unknown_model_is_told_by_name(site: Site) -> None:
 def test_words_that_are_none_are_answered_and_change_nothing(site: Site) -> None:
     async def work() -> None:
         await site.look()
-        for handler in (site.placer.on_explain, site.placer.on_apply):
+        for handler in (site.placer.answers.on_explain, site.placer.answers.on_apply):
             site.bus.published.clear()
             handler(Message("x", b"{", "reply"))
             assert decode(PlacementWord, site.bus.published[-1].payload).problem
@@ -354,5 +363,27 @@ def test_words_that_are_none_are_answered_and_change_nothing(site: Site) -> None
         site.placer.on_pool(Message("pool.x", encode(bad)))
         site.placer.on_pool(Message("pool.other", encode(site.pools[0].report())))
         assert list(site.placer.pools) == before
+
+    run(work)
+
+
+def test_keys_of_pools_that_are_no_more_are_cleared_away_and_no_others(site: Site) -> None:
+    async def work() -> None:
+        await site.look(times=3)
+        clearing, keys = site.placer._clearing, site.pool_keys
+        replica = site.placer.copy.replica
+        gone = {"left": "g1-1", "there": "g2-1", "unknown": "g3-1"}
+        for pool, id in gone.items():
+            keys.values[pool] = (encode(Assignments(pool, 3, [Assignment(id, "a", "emulated")])), 1)
+        for pool, lifecycle in (("left", Lifecycle.LEFT), ("there", Lifecycle.SERVING)):
+            record = record_of(f"s-{pool}", lifecycle=lifecycle, labels={ASSIGNMENT_LABEL: gone[pool]})
+            replica.merge(record, 0.0)
+        now = time.monotonic()
+        await clearing.look(now)
+        assert set(keys.values) == {"p0", "p1", *gone}, "silence of a moment says nothing"
+        await clearing.look(now + ENDED_KEPT_S)
+        assert set(keys.values) == {"p0", "p1", "there", "unknown"}, "its sessions have left"
+        await clearing.look(now + UNKNOWN_KEPT_S)
+        assert set(keys.values) == {"p0", "p1", "there"}, "nobody knows of it, for a whole day"
 
     run(work)

@@ -155,6 +155,8 @@ _ROLES: dict[str, tuple[list[str], list[str]]] = {
         [
             *[*_READ_REGISTRY, ASSIGN.every, USAGE_DEMAND.every, LAUNCHER_SCALE.every],
             *[*_PLACEMENT, PLACEMENT_STARTABLE.every, "_INBOX_tools.>"],
+            # Which pools have keys, and clearing away those of pools that are no more.
+            *[f"$JS.API.STREAM.{what}.KV_{POOLS_BUCKET}" for what in ("INFO", "PURGE")],
         ],
         [
             *[*_HEAR_REGISTRY, POOL.every, MACRO_WISH.every, PLACEMENT_EXPLAIN.every, PLACEMENT_APPLY.every],

@@ -4,6 +4,7 @@ but slow: the solver takes seconds of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,6 +62,22 @@ class Decision:
     instances: tuple[Instance, ...]
     foreign: tuple[str, ...] = ()
     """Engines at pools of models that the file does not name: left alone."""
+
+    @property
+    def loads_s(self) -> dict[str, float]:
+        """What an engine of each model takes to serve, at least."""
+        loads: dict[str, float] = {}
+        for option in self.options.feasible:
+            loads[option.model] = min(loads.get(option.model, math.inf), option.load_s)
+        return loads
+
+    def starts_s(self, cool_down_s: float) -> dict[str, float]:
+        """How long who asks for a model that nothing serves has to wait: longer where all GPUs are in use."""
+        starts_s = self.loads_s
+        for one in self.placement.missing:
+            if one.model in starts_s and self.placement.served_share.get(one.model, 1.0) <= 0:
+                starts_s[one.model] += cool_down_s
+        return starts_s
 
     @property
     def note(self) -> str:

@@ -6,6 +6,7 @@ the greedy one.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 
@@ -80,6 +81,12 @@ class _Watch:
 
 def _has_solver() -> bool:
     return importlib.util.find_spec("ortools") is not None
+
+
+def read_solver() -> None:
+    """Reads OR-tools, which takes a second or two, so that no placement waits for it."""
+    if _has_solver():
+        importlib.import_module("ortools.sat.python.cp_model")
 
 
 def _solve_levels(
