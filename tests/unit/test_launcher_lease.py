@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from serai.contracts.launcher import KeptRun, LauncherState
-from serai.launcher.lease import Lease
+from serai.launcher.lease import lease_of
 from serai.runtime.bus import BusError
 from unit.fakes import Clock
 
@@ -47,7 +47,7 @@ class Member:
     runs: list[KeptRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.lease = Lease(
+        self.lease = lease_of(
             self.keys, "local", self.name, LEASE_S, lambda: self.clock.now_s, self.state, self.took.append
         )
 

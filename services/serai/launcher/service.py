@@ -28,13 +28,12 @@ from serai.contracts.subjects import (
     LAUNCHER_WAKE,
     MACRO_WISH,
     POOL,
-    to_token,
 )
 from serai.launcher import metrics
 from serai.launcher.deployments import Deployment, picture_of, wished_slots
 from serai.launcher.job_book import JobBook
 from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
-from serai.launcher.lease import Lease, StateKeys
+from serai.launcher.lease import lease_of
 from serai.launcher.maintenance import Calendar, fitted
 from serai.launcher.pools import PoolSessions
 from serai.launcher.runs import Ended, Event, Requeued, Run, SeenSession, Served, Started
@@ -43,10 +42,12 @@ from serai.launcher.slots import Slot, SlotNames, slot_name
 from serai.launcher.succession import Cancel, Drain, Picture, Plan, Sleep, Submit, plan
 from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.connection_settings import host_name
+from serai.runtime.kv_lease import StateKeys
 from serai.runtime.quarantine_list import quarantined
 from serai.runtime.registry_copy import RegistryCopy
 from serai.runtime.session_state import state_of
 from serai.runtime.slurm_time import duration_text
+from serai.runtime.waking import woken_or_after
 
 log = structlog.get_logger()
 
@@ -91,9 +92,9 @@ class Launcher:
             {one.name: one.specification for one in deployments},
         )
         self._owner = f"{host_name()}-{secrets.token_hex(4)}"
-        self.lease = Lease(
+        self.lease = lease_of(
             keys,
-            to_token(settings.site),
+            settings.site,
             self._owner,
             settings.lease_s,
             time.monotonic,
@@ -140,7 +141,7 @@ class Launcher:
         async with asyncio.TaskGroup() as tasks:
             working = [tasks.create_task(one) for one in (self.copy.run(), self._asking())]
             while (why := self._blind(acting=False)) and time.monotonic() < give_up_at_s:
-                await self._wake_or(LOOK_EVERY_S)
+                await woken_or_after(self._wake, LOOK_EVERY_S)
             for task in working:
                 task.cancel()
         self._hear_sessions(time.monotonic())
@@ -243,20 +244,12 @@ class Launcher:
 
     async def _looking(self) -> None:
         while True:
-            await self._wake_or(LOOK_EVERY_S)
+            await woken_or_after(self._wake, LOOK_EVERY_S)
             await self._note(self._hear_sessions(time.monotonic()))
             self.last = plan(self._picture(self._blind()), self._settings.rules)
             self._say()
             metrics.show(self.book, self.last)
             await self._act(self.last)
-
-    async def _wake_or(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):  # Not wait_for: it may swallow that we are cancelled.
-                await self._wake.wait()
-        except TimeoutError:
-            pass
-        self._wake.clear()
 
     async def _act(self, made: Plan) -> None:
         for drain in made.drain:
