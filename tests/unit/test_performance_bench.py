@@ -118,6 +118,12 @@ def test_a_number_that_is_none_names_file_and_line(tmp_path: Path) -> None:
         served(tmp_path, {"isl": "long"})
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-3", "0", "soon", ""])
+def test_a_time_that_is_none_names_file_line_and_field(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ValueError, match=r"^silicon_sample\.csv:3: field `silicon_tpot_ms` is '.*above 0$"):
+        served(tmp_path, {}, {"silicon_tpot_ms": value})
+
+
 def test_the_split_goes_by_names_alone() -> None:
     for model in silicon.HELD_OUT_MODELS:
         assert silicon.is_held_out(model, "h100_sxm", "vllm", 8)

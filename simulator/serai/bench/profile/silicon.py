@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -128,6 +129,8 @@ def load_served_rows(data: Path) -> ServedRows:
             for number, row in enumerate(csv.DictReader(lines), start=2)
             if row["mode"] == "agg" and row["system"] in SYSTEMS
         ]
+    for place, row in raw:
+        _check_times(place, row)
     labels = _labels(row for _, row in raw)
     dropped: Counter[str] = Counter()
     seen: set[tuple[str, ...]] = set()
@@ -143,6 +146,17 @@ def load_served_rows(data: Path) -> ServedRows:
     merged = _merged(rows)
     dropped["a repeat, joined by its median"] = len(rows) - len(merged)
     return ServedRows(merged, dict(sorted(dropped.items())))
+
+
+def _check_times(place: str, row: Mapping[str, str]) -> None:
+    """Raises ValueError, naming file, line and field, when a measured time is not one."""
+    for key in ("silicon_ttft_ms", "silicon_tpot_ms"):
+        try:
+            known = 0 < float(row[key]) < inf
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(f"{place}: field `{key}` is {row[key]!r}; write a time in milliseconds above 0")
 
 
 def _measurement(row: Mapping[str, str]) -> tuple[str, ...]:
