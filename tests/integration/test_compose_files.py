@@ -229,3 +229,17 @@ class _Keys:
 
     def key_file(self, role: str) -> Path:
         return self._base / role / f"{role}.nk"
+
+
+def test_each_image_is_a_target_of_the_one_dockerfile_and_the_placer_has_its_solver(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE))
+    targets = {name: service["build"]["target"] for name, service in services.items() if "build" in service}
+    assert set(targets.values()) <= stages
+    assert targets["placer"] == "placer"
+    assert {targets[name] for name in ("ingress", "registry", "agent")} == {"serai"}
+    assert "optional-dependencies']['placer']" in text.split("AS build-placer")[1].split("FROM")[0]
+    images = {(service["image"], targets[name]) for name, service in services.items() if name in targets}
+    assert len({image for image, _ in images}) == len(images), "no image is built in two ways"
