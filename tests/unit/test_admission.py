@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from serai.contracts.codec import encode
+from serai.contracts.placement import StartableModels
+from serai.contracts.subjects import PLACEMENT_KNOCK, PLACEMENT_STARTABLE
 from serai.ingress.access import Access
 from serai.ingress.admission import Admission
 from serai.ingress.call import Call, Outcome
@@ -23,6 +26,7 @@ from serai.ingress.queueing import QueueSettings
 from serai.ingress.routing import Ask
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
+from serai.runtime.bus import Message
 from serai.runtime.telemetry import Tracing
 from unit.fakes import FakeBus, record_of
 
@@ -208,5 +212,52 @@ def test_a_known_model_without_a_session_is_waited_for_and_an_unknown_one_is_not
         desk.bus.connected = False
         async with desk.admission.admitted(call_of()):
             pass  # As is this.
+
+    run(main)
+
+
+def startable(desk: Desk, **models: float) -> None:
+    said = StartableModels("local", 15.0, models)
+    desk.ingress._cold.on_startable(Message(PLACEMENT_STARTABLE.of_site("local"), encode(said)))
+
+
+def test_who_cannot_wait_for_a_cold_model_hears_when_it_will_be_there() -> None:
+    async def main(desk: Desk) -> None:
+        startable(desk, cold=300.0)
+        with pytest.raises(ApiError) as refused:
+            async with desk.admission.admitted(call_of(model="cold")):
+                pytest.fail("nothing serves it")
+        assert (refused.value.status, refused.value.code) == (503, "model_starting")
+        assert refused.value.retry_after_s == 300.0
+        assert [one.subject for one in desk.bus.take()] == [PLACEMENT_KNOCK.of_site("local")]
+
+    run(main)
+
+
+def test_who_can_wait_for_a_cold_model_is_served_when_it_is_there() -> None:
+    async def main(desk: Desk) -> None:
+        startable(desk, cold=1.0)
+        call = call_of(model="cold")
+
+        async def ask() -> None:
+            async with desk.admission.admitted(call):
+                call.status, call.outcome = 200, Outcome.COMPLETE
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.3)
+        assert not asking.done(), "longer than a gap is waited for"
+        desk.ingress.replica.merge(record_of("s2", model="cold"), time.monotonic(), heard=True)
+        await asking
+        assert call.queued_s > 0.2
+
+    run(main)
+
+
+def test_a_model_that_nobody_starts_is_not_waited_for() -> None:
+    async def main(desk: Desk) -> None:
+        startable(desk, cold=300.0)
+        call = call_of(model="strange")
+        async with desk.admission.admitted(call):
+            assert call.queued_s == 0.0, "the next step says that there is no such model"
 
     run(main)

@@ -242,3 +242,22 @@ def test_a_list_that_is_kept_follows_its_aliases() -> None:
     assert listed(stage, ANONYMOUS, {"gpt": "llama"})["gpt"]["alias_of"] == "llama"
     assert listed(stage, ANONYMOUS, {"gpt": "qwen"})["gpt"]["alias_of"] == "qwen"
     assert list(listed(stage, ANONYMOUS)) == ["llama", "qwen"]
+
+
+def test_a_model_that_is_started_for_whoever_asks_is_listed_as_cold() -> None:
+    stage = Stage()
+    startable: tuple[str, ...] = ("asleep", "m")
+    stage.listing = ModelListing(stage.replica, lambda now: startable)
+    stage.say("s1")
+    assert {name: entry["state"] for name, entry in stage.models().items()} == {"asleep": "cold", "m": "serving"}
+    assert stage.models()["asleep"] == {
+        "id": "asleep", "object": "model", "created": 0, "owned_by": "serai", "state": "cold", "sessions": {},
+        "age_s": None,
+    }  # fmt: skip
+    stage.say("s1", Lifecycle.LEFT, 2)
+    stage.advance(1)
+    assert {name: entry["state"] for name, entry in stage.models().items()} == {"asleep": "cold", "m": "cold"}
+    startable = ()
+    stage.advance(1)
+    assert stage.models() == {}
+    assert stage.models(everything=True)["m"]["state"] == "offline"

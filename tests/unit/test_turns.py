@@ -185,3 +185,21 @@ def test_at_the_end_all_that_wait_are_told() -> None:
         ended(turns, "a")
 
     run(Sessions(), main)
+
+
+def test_who_waits_for_an_engine_that_starts_waits_as_long_as_that_takes() -> None:
+    sessions = Sessions(0)
+    sessions.is_gap, sessions.start_time_s = True, 10.0
+
+    async def main(model: ModelTurns, turns: Turns) -> None:
+        waiting = asyncio.create_task(model.wait(Arrived("r")))
+        await asyncio.sleep(0.5)
+        assert not waiting.done(), "longer than any gap"
+        assert turns.unserved(now()) == {"m": 1}
+        sessions.is_gap = False
+        sessions.becomes(1)
+        await waiting
+        assert turns.unserved(now()) == {}
+        ended(model, "r")
+
+    run(sessions, main)
