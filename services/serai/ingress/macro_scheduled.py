@@ -263,7 +263,7 @@ class AdmissionClient:
             for at in range(0, max(len(asks), len(withdrawn), len(spent)), ASKS_PER_MESSAGE_MAX):
                 upto = at + ASKS_PER_MESSAGE_MAX
                 request = encode(AdmissionRequest(asks[at:upto], withdrawn[at:upto], spent[at:upto]))
-                self._bus.publish(model.subject, request, reply, at_once=bool(asks))
+                self._bus.publish(model.subject, request, reply, at_once=True)
         except BusError:
             self._fail_all(model, Outcome.BUS_LOST)
 
