@@ -16,8 +16,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from serai.contracts.admission import AdmissionAsk, Spread
-from serai.macro_scheduler.instance_view import InstanceView
-
+from serai.macro_scheduler.instance_view import InstanceView, prompt_blocks
 
 SERAI_PARTS = (
     "quantile-slack",
@@ -130,8 +129,8 @@ class Paper:
         figures: Figures = (("t_total", total_s), ("mean saved", saved_s), ("existing", existing.count))
         if existing.count and saved_s < total_s:
             return Verdict(instance.session, False, "tpot", figures)
-        # 3. Memory: its prompt's KV.
-        free = _kv_free(instance)
+        # 3. Memory: its prompt's KV. What remains is less what prompts that wait will need, as in the released code.
+        free = instance.kv_tokens_left()
         if request.ask.prompt_tokens > free:
             return Verdict(instance.session, False, "memory", (*figures, ("kv free", free)))
         return Verdict(instance.session, True, "", figures)
@@ -174,9 +173,9 @@ class AuthorCode:
         figures = (("need_time", need_s), ("min saved", least_s))
         if least_s <= need_s:
             return Verdict(instance.session, False, "ttft" if need_s > request.slo_ttft_s else "tpot", figures)
-        # Waiting prompts and this one in blocks of 16, without any room for what is said.
-        promised = 0 if instance.report is None else instance.report.kv_tokens_promised
-        blocks = (request.ask.prompt_tokens + 16) // 16 + promised // 16
+        # The window's prompts and this one in blocks of 16, without any room for what is said. Those that are prefilled
+        # count too, although their blocks are not free any more: its list of who waits is only emptied by a switch.
+        blocks = prompt_blocks(request.ask.prompt_tokens) + (instance.window_prompt_blocks if active else 0)
         if blocks > _kv_free(instance) // 16:
             return Verdict(instance.session, False, "memory", (*figures, ("blocks", blocks)))
         return Verdict(instance.session, True, "", figures)

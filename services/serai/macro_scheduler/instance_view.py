@@ -20,6 +20,11 @@ _OUT_SHARE = 1.1
 _BACK_SHARE = 1.0
 
 
+def prompt_blocks(tokens: int) -> int:
+    """Blocks of 16 tokens for a prompt and its first token."""
+    return (tokens + 16) // 16
+
+
 class StepPredictor(NamedTuple):
     """Step times of one instance, in seconds: from a latency model or from measurements."""
 
@@ -68,6 +73,8 @@ class InstanceView:
         """When it began."""
         self.window_prefill_s = 0.0
         """Predicted prefill time of all that this window has taken."""
+        self.window_prompt_blocks = 0
+        """KV blocks of their prompts."""
 
     @property
     def load(self) -> int:
@@ -106,6 +113,7 @@ class InstanceView:
         if self.without == "leases":
             return
         self.leases[lease.sequence] = PendingLease(request_id, lease, now_s)
+        self.window_prompt_blocks += prompt_blocks(lease.prompt_tokens)
         self.leased_prefill_s += lease.prefill_s
         self.leased_kv_tokens += lease.kv_tokens
 

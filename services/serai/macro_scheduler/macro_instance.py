@@ -73,7 +73,7 @@ class MacroInstance:
             self._active = view.session
             view.window += 1
             view.switched_at_s = now_s
-            view.window_prefill_s = 0.0
+            view.window_prefill_s, view.window_prompt_blocks = 0.0, 0
         view.window_prefill_s += prefill_s
 
     def _circle(self) -> list[str]:
