@@ -153,3 +153,5 @@ class GateSettings(NamedTuple):
     """What the engine does while the gate is open for all."""
     ordinary_tokens_max: int | None = 512
     """Prompt tokens of one step then; None = as many as the engine's settings allow."""
+    without: str = ""
+    """A part of the policy that is switched off (`admission.SERAI_PARTS`), to see what it is worth."""

@@ -98,7 +98,8 @@ class WaitingLine:
     late). Who is postponed keeps its deadline, and is taken up again when there is time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_deadline: bool = True) -> None:
+        self._in_order_of_arrival = not by_deadline
         self._by_deadline: list[tuple[float, int, GateRequest]] = []
         self._turn: list[GateRequest] = []
         """In the order of their turn, last first."""
@@ -122,6 +123,11 @@ class WaitingLine:
         """How many are neither late nor postponed."""
         return len(self._turn)
 
+    @property
+    def postponed(self) -> int:
+        """How many are left for later, since not all can be met."""
+        return len(self._postponed)
+
     def add(self, request: GateRequest) -> None:
         """By its deadline."""
         request.stage = Stage.WAITING
@@ -139,6 +145,9 @@ class WaitingLine:
         """Whose turn it is when, if work on the first begins at `start_s`."""
         self._ordered = True
         self._postponed.clear()
+        if self._in_order_of_arrival:
+            self._turn = sorted([request for _, _, request in self._by_deadline], key=_number, reverse=True)
+            return
         kept: list[tuple[int, int, GateRequest]] = []
         at_s = start_s
         for _, number, request in self._by_deadline:
@@ -194,6 +203,10 @@ class WaitingLine:
         """Prompt tokens of those with an earlier deadline. Touches each of them."""
         place = bisect_left(self._by_deadline, (deadline_s, -1))
         return sum([request.prompt_tokens for _, _, request in self._by_deadline[:place]])
+
+
+def _number(request: GateRequest) -> int:
+    return request.number
 
 
 def _turn(request: GateRequest) -> tuple[float, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Callable
 from math import ceil, exp
 
 _KEPT = 256
@@ -23,9 +24,14 @@ _GUESSED = (2, 6, 15, 35, 70, 130, 220, 400)
 _QUANTILES = 32
 _SHARES = tuple([step / 20 for step in range(1, 20)])
 _MEMORY_S = 20.0
-_SEEN_S, _REQUESTS_MIN = 2.0, 4
-"""Before so much has been seen nothing is said about what is offered."""
+_SEEN_S, _REQUESTS_MIN = 1.0, 3
+"""Before so much has been seen nothing is said about what is offered; and before twice that not enough to believe."""
+_HOPELESS = 0.2
+"""Where prefills may take no more than this share of the time, no slack worth mentioning ever comes."""
 _EVERY_S = 0.5
+_SHARE_OF_NEWEST = 0.5
+_MISSING_TELLS = 2.0
+"""For each that is behind or late now, so many are taken to miss in the end."""
 _ENTER = 0.05
 """By how much of all requests letting go must be better, by prediction, before it is begun."""
 
@@ -76,6 +82,11 @@ class OfferedWork:
         self._at_s = now_s
         self._requests += 1
 
+    def is_known(self, now_s: float) -> bool:
+        """Whether enough has been seen."""
+        seen_s = 0.0 if self._began_s is None else now_s - self._began_s
+        return self._requests >= 2 * _REQUESTS_MIN and seen_s >= 2 * _SEEN_S
+
     def tokens_per_s(self, now_s: float) -> float:
         """A mean that forgets, over what has been seen."""
         if self._began_s is None or self._requests < _REQUESTS_MIN or now_s - self._began_s < _SEEN_S:
@@ -100,16 +111,28 @@ class Overload:
         self.lengths = AnswerLengths()
         self.offered = OfferedWork()
         self.lets_go = False
+        self._missing = 0.0
         self._decided_s = float("-inf")
 
-    def decide(self, s_per_token: float, decode_s: float, slo_ttft_s: float, slo_tpot_s: float, now_s: float) -> bool:
-        """The pace from now on. `s_per_token`: of prompts, in long steps."""
+    def decide(
+        self,
+        s_per_token: float,
+        decode_s: float,
+        slo_ttft_s: float,
+        slo_tpot_s: float,
+        now_s: float,
+        missing: Callable[[], float],
+    ) -> bool:
+        """Whether long answers are let go from now on. `s_per_token`: of prompts, in long steps; `missing`: the share
+        of those who are here that is behind or late. A prediction alone is not enough to begin."""
         if now_s - self._decided_s < _EVERY_S:
             return self.lets_go
         self._decided_s = now_s
+        self._missing += _SHARE_OF_NEWEST * (missing() - self._missing)
         offered = self.offered.tokens_per_s(now_s) * s_per_token
         held = max(0.0, 1.0 - decode_s / slo_tpot_s)
-        lengths = self.lengths.quantiles() if offered > held else []
+        early = held > _HOPELESS and not self.offered.is_known(now_s)
+        lengths = self.lengths.quantiles() if offered > held and not early else []
         if not lengths:
             self.lets_go = False
             return False
@@ -122,5 +145,6 @@ class Overload:
             if share >= offered:
                 break
         needs = held / offered + (0.0 if self.lets_go else _ENTER)
-        self.lets_go = best > needs
+        seen = held <= _HOPELESS or best > 1.0 - _MISSING_TELLS * self._missing
+        self.lets_go = best > needs and (self.lets_go or seen)
         return self.lets_go

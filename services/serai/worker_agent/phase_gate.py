@@ -84,10 +84,14 @@ class PhaseGate:
     def __init__(self, settings: GateSettings, predict_prefill_s: Callable[[int], float]) -> None:
         self._settings = settings
         self._times = StepTimes(predict_prefill_s)
-        self._rule = WindowSettings(step_tokens_max=settings.step_tokens_max, cuts_prompts=settings.cuts_prompts)
+        self._rule = WindowSettings(
+            step_tokens_max=settings.step_tokens_max,
+            cuts_prompts=settings.cuts_prompts,
+            mixes=settings.without != "mixed-steps",
+        )
         self._mode = GateMode.ORDINARY
         self._requests: dict[str, GateRequest] = {}
-        self._waiting = WaitingLine()
+        self._waiting = WaitingLine(by_deadline=settings.without != "deadlines")
         self._released: dict[str, GateRequest] = {}
         """In the engine, no first token yet."""
         self._released_tokens = 0
@@ -198,6 +202,7 @@ class PhaseGate:
         # Who comes while it is prefilled waits for half of it, on average; of these about one in S_TTFT / that misses.
         prefill_s = self._times.prefill_s(request.prompt_tokens)
         request.displaces = prefill_s * prefill_s > 2 * ttft_s * max(self._gap_s, 1e-3)
+        request.displaces &= settings.without != "giants"
         if lease is None or not lease.best_effort:
             given_s = lease.slo_tpot_s if lease is not None else 0.0
             request.slo_tpot_s = given_s if given_s > 0 else settings.slo_tpot_s
@@ -444,6 +449,7 @@ class PhaseGate:
         if head is not None:
             deadline_s = min(deadline_s, head.deadline_s)
             tokens = self._backlog_tokens + head.prompt_tokens
+        protected = self._settings.without != "in-window-protection"
         entering_s = min([one.deadline_s for one in self._entering.values() if one.slo_tpot_s], default=inf)
         low_s, decoding = self._low(now_s)
         at = Situation(
@@ -455,8 +461,8 @@ class PhaseGate:
             decoding=decoding,
             low_s=low_s,
             slo_tpot_s=self._slo_tpot_s,
-            entering=len(self._entering),
-            entering_deadline_s=entering_s,
+            entering=len(self._entering) if protected else 0,
+            entering_deadline_s=entering_s if protected else inf,
             harm=self._harm,
             gain=1.0 - max(self._token_s, self._times.decode_s) / self._slo_tpot_s,
             requests=max(1, line.in_time + len(self._released)),
@@ -468,7 +474,18 @@ class PhaseGate:
 
     def _lets_go(self, now_s: float) -> bool:
         times, settings = self._times, self._settings
-        return self._overload.decide(times.slope_s, times.decode_s, settings.slo_ttft_s, self._slo_tpot_s, now_s)
+        if settings.without == "letting-go":
+            return False
+        slo_tpot_s = self._slo_tpot_s
+        return self._overload.decide(
+            times.slope_s, times.decode_s, settings.slo_ttft_s, slo_tpot_s, now_s, self._missing
+        )
+
+    def _missing(self) -> float:
+        """Of those who are here, the share that is behind or will be late."""
+        line, book = self._waiting, self._fresh
+        missing = book.behind(self._now_s) + line.late + line.postponed
+        return missing / max(1, book.count + len(line) + len(self._entering) + len(self._released))
 
     @property
     def _slo_tpot_s(self) -> float:
@@ -482,6 +499,8 @@ class PhaseGate:
     def _low(self, now_s: float) -> tuple[float, int]:
         """The low quantile of slack, without those that are lost; how many decode."""
         book = self._fresh
+        if self._settings.without == "quantile-slack":
+            return (book.spread(now_s, self._low_share).mean_s if book.count else inf), book.count
         lost = book.behind(now_s - _LOST_TARGETS * self._slo_tpot_s)
         zero_s = book.low_zero_s(lost + int(self._low_share * (book.count - lost)))
         return (inf if zero_s is None else zero_s - now_s), book.count
@@ -493,11 +512,15 @@ class PhaseGate:
 
         Who is young ends soon or late by what is known of answers; of those who have said more, each token is as likely
         to be the last."""
+        if self._settings.without == "expected-misses":
+            return inf
         slo_s, now_s = self._slo_tpot_s, self._now_s
         token_s = (max(self._token_s, self._times.decode_s) + self._times.decode_s) / 2
         gain_s = slo_s * max(_LEAST_GAIN, 1.0 - token_s / slo_s)
         recovery_s = gain_s * self._output_tokens
         found = self._fresh.misses(now_s + stall_s, recovery_s) - self._fresh.misses(now_s, recovery_s)
+        if self._settings.without == "answer-lengths":
+            return found + others * min(1.0, stall_s / recovery_s)
         ends_within = self._overload.lengths.ends_within
         young = self._young
         for cohort in reversed(young):

@@ -41,6 +41,8 @@ class WindowSettings:
     """The same where an instance with a single stream is hardly faster than the TPOT target (`tight_share` of it):
     there slack never comes, and every window is taken from somebody."""
     tight_share: float = 0.8
+    mixes: bool = True
+    """Whether prompts and decodes may share a step."""
     step_tokens_max: int = 8192
     cuts_prompts: bool = True
     """Whether the engine can be told how much of a prompt a step takes, and to decode beside it. Else slack has to
@@ -94,7 +96,7 @@ def choose(at: Situation, times: StepTimes, rule: WindowSettings) -> Choice:
     most = min(at.work_tokens, rule.step_tokens_max)
     if not at.decoding and not at.entering:
         return Choice(Position.PREFILL, _until(at, times, most), "nobody decodes")
-    mixed = _mixed_tokens(at, times, rule, most) if rule.cuts_prompts else 0
+    mixed = _mixed_tokens(at, times, rule, most) if rule.cuts_prompts and rule.mixes else 0
     alone = _alone_tokens(at, times, rule, most)
     enough = min(most, times.worth_tokens() if rule.cuts_prompts else at.head_tokens)
     if max(mixed, alone) < most and _too_slow(at, times, max(mixed, alone)) and _harmless(at, times, rule, most):
@@ -144,7 +146,7 @@ def _too_slow(at: Situation, times: StepTimes, tokens: int) -> bool:
 
 
 def _harmless(at: Situation, times: StepTimes, rule: WindowSettings, tokens: int) -> bool:
-    return _harm_beside(at, times, tokens) <= rule.harm_free * _served(at, tokens)
+    return rule.mixes and _harm_beside(at, times, tokens) <= rule.harm_free * _served(at, tokens)
 
 
 def _tight(at: Situation, times: StepTimes, rule: WindowSettings) -> bool:
@@ -201,13 +203,13 @@ def _urgent_tokens(at: Situation, times: StepTimes, rule: WindowSettings, most: 
     window = times.tokens_within(until_s - times.decode_s, most)
     window_s = times.prefill_s(window)
     if window and until_s < window_s + 3 * times.decode_s:
-        if _harm_beside(at, times, window) < harm_max * _served(at, window):
+        if rule.mixes and _harm_beside(at, times, window) < harm_max * _served(at, window):
             return Choice(Position.MIXED, window, "deadlines are near")
         if at.harm(window_s, 0) < harm_max * _served(at, window):
             return Choice(Position.PREFILL, window, "deadlines are near")
     head = min(at.head_tokens, most)
     if not _pressed(at, times, rule):
         return None
-    if _harm_beside(at, times, head) < harm_max * _served(at, head):
+    if rule.mixes and _harm_beside(at, times, head) < harm_max * _served(at, head):
         return Choice(Position.MIXED, head, "its deadline is near")
     return None

@@ -141,6 +141,7 @@ class MacroScheduled:
                 slack_from_first_token=group.policy == "paper",
                 ordinary_position=Position.MIXED if self._gated else Position.PREFILL,
                 ordinary_tokens_max=512 if self._gated else None,
+                without=group.without,
             ),
             self._predictor(spec).prefill_s,
         )
