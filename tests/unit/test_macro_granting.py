@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from serai.contracts.admission import AdmissionAsk, Decision, Grant, Spread
 from serai.macro_scheduler.grant_book import GrantBook, Place
-from serai.macro_scheduler.granting import EASE_SHARE, GRANT_S, HOLDERS_MAX, PLACES_EACH, Holders
+from serai.macro_scheduler.granting import (
+    EASE_SHARE,
+    GRANT_S,
+    HOLDERS_MAX,
+    PLACES_EACH,
+    PLACES_FIRST,
+    STRICT_S,
+    Holders,
+)
 from serai.macro_scheduler.group import Asked, Granted, GroupEffect, Owned, Reported, SpentBy, Tick
 from serai.macro_scheduler.instance_view import InstanceView
 from unit.test_macro_group import BUSY, PREDICT, Stand
@@ -36,7 +44,7 @@ def test_each_place_is_debited_when_it_is_given() -> None:
     stand = at_ease()
     views = stand.group.views
     grants = asked(stand)
-    assert 1 < len(grants) <= PLACES_EACH
+    assert len(grants) == PLACES_FIRST
     assert {grant.session for grant in grants} == {"a", "b"}
     assert all(grant.epoch == views[grant.session].epoch for grant in grants)
     for session, view in views.items():
@@ -56,7 +64,7 @@ def test_a_scheduler_that_is_not_at_ease_gives_none() -> None:
 def test_no_more_than_a_small_part_of_the_target_is_given_away() -> None:
     stand = at_ease(("a",), slo_ttft_s=1.0)
     grants = asked(stand, tokens=1)
-    assert 0 < len(grants) < PLACES_EACH
+    assert 0 < len(grants) < PLACES_FIRST
     assert stand.group.views["a"].waiting_prefill_s() <= EASE_SHARE * 1.0
 
 
@@ -105,14 +113,41 @@ def test_a_new_epoch_knows_none_of_them() -> None:
     assert (len(view.grants), view.leased_prefill_s, view.leased_kv_tokens) == (0, 0.0, 0)
 
 
-def test_an_ingress_gets_more_when_half_of_its_places_are_gone() -> None:
+def test_an_ingress_gets_more_when_half_of_its_places_are_gone_and_as_many_as_it_uses() -> None:
     stand = at_ease(slo_ttft_s=60.0)
-    assert len(asked(stand)) == PLACES_EACH
+    assert len(asked(stand)) == PLACES_FIRST
     assert asked(stand, "other") == []
-    spent = [SpentBy(AdmissionAsk(f"s{number}", 20), "a", "inbox") for number in range(PLACES_EACH // 2)]
-    given_again = [grants_of(stand.tell(one)) for one in spent]
-    assert [len(one) for one in given_again[:-1]] == [0] * (len(spent) - 1)
-    assert len(given_again[-1]) == PLACES_EACH // 2
+    held, most = PLACES_FIRST, 0
+    for number in range(200):
+        held += len(grants_of(stand.tell(SpentBy(AdmissionAsk(f"s{number}", 20), "a", "inbox")))) - 1
+        most = max(most, held)
+        stand.report("a", granted_total=number + 1)
+    assert most == PLACES_EACH
+
+
+def test_an_ingress_that_uses_few_holds_few() -> None:
+    holders = Holders()
+    for number in range(20):
+        now_s = number * 2 * GRANT_S
+        missing = holders.missing("inbox", now_s)
+        assert 0 < missing <= 2 * PLACES_FIRST
+        for _ in range(missing):
+            holders.give("inbox", now_s + GRANT_S)
+        holders.spent("inbox")
+
+
+def test_places_that_nobody_uses_keep_no_strict_request_from_its_own() -> None:
+    """The group's target is 5 s, and now and then somebody asks for 0.3 s: after the first, what is debited in advance
+    leaves room for it."""
+    stand = at_ease(("a",))
+    asked(stand, "first", 20)
+    strict = stand.ask("strict", 20, slo_ttft_s=0.3)
+    stand.now_s = STRICT_S / 2
+    stand.report("a", applied=9)
+    asked(stand, "other", 20)
+    assert stand.group.views["a"].waiting_prefill_s() <= 0.3
+    assert stand.ask("again", 20, slo_ttft_s=0.3).decision is Decision.ADMIT
+    assert strict.decision in (Decision.ADMIT, Decision.WAIT)
 
 
 def test_what_went_by_a_place_can_be_explained() -> None:
@@ -134,7 +169,7 @@ def test_ingresses_that_have_gone_are_forgotten() -> None:
     holders = Holders()
     for number in range(HOLDERS_MAX + 5):
         holders.give(number, 1.0)
-    assert len(holders._held) == HOLDERS_MAX
+    assert len(holders) == HOLDERS_MAX
 
 
 @given(st.lists(st.tuples(st.sampled_from(["give", "count", "over"]), st.integers(1, 4)), max_size=60))

@@ -289,12 +289,11 @@ class Group:
         ttft_s = settings.slo_ttft_s if ask.slo_ttft_s is None else ask.slo_ttft_s
         tpot_s = settings.slo_tpot_s if ask.slo_tpot_s is None else ask.slo_tpot_s
         request = Request(ask, now_s - ask.waited_s, ttft_s, tpot_s)
+        if self._granting is not None:
+            self._granting.note(ask, now_s)
         answer, verdicts = self._placed(request, to, now_s)
         if answer is None:
             return self._kept(request, to, verdicts, now_s)
-        if self._granting is None:
-            return [answer]
-        self._granting.note(ask.prompt_tokens)
         return [answer, *self._in_advance(to, now_s)]
 
     def _note_decline(self, ask: AdmissionAsk) -> None:
