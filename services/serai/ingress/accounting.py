@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -42,6 +43,9 @@ def is_tracked(headers: Mapping[str, str], caller: Caller) -> bool:
     return False
 
 
+_WITHOUT_GPUS = nullcontext()
+
+
 class Working:
     """A request is at a session while its block is entered. (A generator would cost as much as the rest of it.)"""
 
@@ -58,6 +62,17 @@ class Working:
         self._shares.end(self._share, self._clock())
 
 
+class _Series:
+    """What is counted of requests that end alike."""
+
+    __slots__ = ("duration", "outcomes", "requests")
+
+    def __init__(self, model: str, status: int, outcome: Outcome) -> None:
+        self.requests = metrics.REQUESTS.of(model, str(status))
+        self.outcomes = metrics.OUTCOMES.of(model, outcome)
+        self.duration = metrics.DURATION.of(model)
+
+
 class Accounting:
     """One per ingress. Without a sender nothing is recorded, only measured."""
 
@@ -67,11 +82,14 @@ class Accounting:
         self._shares = GpuShares()
         self._id_prefix = secrets.token_hex(8)
         self._numbers = itertools.count(1)
+        self._series: dict[tuple[str, int, Outcome], _Series] = {}
 
-    def attempt(self, call: Call, record: SessionRecord, clock: Callable[[], float]) -> Working:
-        """The call has its part of a session's time during the block."""
+    def attempt(self, call: Call, record: SessionRecord, clock: Callable[[], float]) -> AbstractContextManager[None]:
+        """The call has its part of the time of a session's GPUs, where that has some, during the block."""
+        if not (gpus := len(record.metadata.gpus)):
+            return _WITHOUT_GPUS
         share = self._shares.begin(record.session, clock())
-        call.shares.append(share)
+        call.shares.append((gpus, share))
         return Working(self._shares, share, clock)
 
     def look(self, now: float) -> None:
@@ -83,6 +101,7 @@ class Accounting:
     def retain(self, sessions: Collection[str], models: Collection[str]) -> None:
         """Forgets all other sessions, and the series of all other models. To be called now and then."""
         self._shares.retain(sessions)
+        self._series.clear()
         metrics.retain(models)
 
     # -- records -------------------------------------------------------------------------------------------------
@@ -124,6 +143,7 @@ class Accounting:
         tracked, tried = call.tracked, call.tried
         last = tried[-1].metadata if tried else None
         gpus = last.gpus if last else []
+        gpu_seconds, energy_j = self._of_gpus(call, now) if call.shares else (0.0, 0.0)
         return UsageRecord(
             id=self._new_id() if tracked else secrets.token_hex(13),
             started=_moment(call.started_ns) if tracked else _hour(call.started_ns),
@@ -149,20 +169,18 @@ class Accounting:
             engine=last.engine if last else "",
             gpu=gpus[0].name if gpus else "",
             gpus=len(gpus),
-            gpu_seconds=self._gpu_seconds(call, now),
-            energy_j=sum([self._shares.joules(share, now) for share in call.shares]),
+            gpu_seconds=gpu_seconds,
+            energy_j=energy_j,
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,
             output_tokens=tokens.output,
             tokens_estimated=tokens.estimated,
         )
 
-    def _gpu_seconds(self, call: Call, now: float) -> float:
-        seconds = 0.0
-        for record, share in zip(call.tried, call.shares, strict=False):
-            if gpus := len(record.metadata.gpus):
-                seconds += gpus * self._shares.seconds(share, now)
-        return seconds
+    def _of_gpus(self, call: Call, now: float) -> tuple[float, float]:
+        """GPU-seconds, and joules."""
+        seconds = sum([gpus * self._shares.seconds(share, now) for gpus, share in call.shares])
+        return seconds, sum([self._shares.joules(share, now) for _, share in call.shares])
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}{next(self._numbers):010x}"
@@ -172,12 +190,15 @@ class Accounting:
     def ended(self, call: Call, status: int, now: float) -> None:
         """`call` is over; `status` is what its client was answered, 499 when it had left."""
         self.answering(call, status, now)
-        model = call.model if call.tried else "unknown"
-        metrics.REQUESTS.of(model, str(status)).add()
-        metrics.OUTCOMES.of(model, call.outcome).add()
-        metrics.DURATION.of(model).observe(now - call.started_s)
+        alike = (call.model if call.tried else "unknown", status, call.outcome)
+        series = self._series.get(alike)
+        if series is None:
+            series = self._series[alike] = _Series(*alike)
+        series.requests.add()
+        series.outcomes.add()
+        series.duration.observe(now - call.started_s)
         if call.first_byte_s:
-            metrics.TTFT.of(model).observe(call.first_byte_s - call.started_s)
+            metrics.TTFT.of(call.model).observe(call.first_byte_s - call.started_s)
         if call.tried:
             self._count_tokens(call, call.tokens or NO_TOKENS, now)
         if call.span is not None:

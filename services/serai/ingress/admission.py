@@ -276,7 +276,7 @@ class Turn:
         call = self._call
         call.queued_s = now - call.started_s if now > call.started_s else 0.0
         turns.waited.observe(call.queued_s)
-        call.answer_headers[QUEUE_HEADER] = f"{call.queued_s * 1000:.0f}"
+        call.answer_headers[QUEUE_HEADER] = f"{call.queued_s * 1000:.0f}" if call.queued_s else "0"
 
     async def again(self) -> bool:
         """All sessions that could be asked are full, whatever was known of them: the call goes back to its queue.

@@ -132,10 +132,9 @@ class HttpRequest:
             self.keep_alive = False
         if self.more_headers:
             headers = {**headers, **self.more_headers}
-        for name, value in headers.items():
-            if "\n" in value or "\r" in value:
-                raise ValueError(f"the value of {name} contains a line break")
-            text += f"\r\n{name}: {value}"
+        text += "".join([f"\r\n{name}: {value}" for name, value in headers.items()])
+        if text.count("\n") != len(headers) or text.count("\r") != len(headers):
+            raise ValueError("a header contains a line break")
         if not self.keep_alive:
             text += "\r\nconnection: close"
         return b"%s\r\ndate: %s\r\n" % (text.encode("latin-1", "replace"), self._connection.server.date)

@@ -31,11 +31,14 @@ class ByPattern(Generic[T]):
 
     def of(self, name: str) -> T:
         """What holds for the model `name`."""
-        if name not in self._found:
-            if len(self._found) >= REMEMBERED_MAX:
-                self._found.clear()
-            self._found[name] = self._look_up(name)
-        return self._found[name]
+        try:
+            return self._found[name]
+        except KeyError:
+            pass
+        if len(self._found) >= REMEMBERED_MAX:
+            self._found.clear()
+        found = self._found[name] = self._look_up(name)
+        return found
 
     def _look_up(self, name: str) -> T:
         if name in self._values:

@@ -177,8 +177,7 @@ class _Waiting:
         return (self.due_s, self.number)
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(msgspec.Struct, frozen=True, gc=False):
     asked: Arrived
     dispatched_s: float
     charged: float

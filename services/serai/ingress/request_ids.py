@@ -20,5 +20,5 @@ class RequestIds:
 
     def of(self, headers: Mapping[str, str]) -> str:
         """The id of the request that came with `headers`."""
-        named = headers.get(REQUEST_ID, "")
-        return named if _NAME.fullmatch(named) else f"{self._prefix}{next(self._numbers):010x}"
+        named = headers.get(REQUEST_ID)
+        return named if named and _NAME.fullmatch(named) else f"{self._prefix}{next(self._numbers):010x}"

@@ -23,11 +23,11 @@ def told(usage: Mapping[str, Any]) -> TokenCounts:
     """What a `usage` object says: OpenAI's names of chat and of responses, and Anthropic's, whose `input_tokens` are
     those that were not in the cache."""
     if "prompt_tokens" in usage or "completion_tokens" in usage:
-        cached = _count(_inner(usage, "prompt_tokens_details").get("cached_tokens"))
+        cached = _cached(usage.get("prompt_tokens_details"))
         return TokenCounts(_count(usage.get("prompt_tokens")), cached, _count(usage.get("completion_tokens")))
     prompt, output = _count(usage.get("input_tokens")), _count(usage.get("output_tokens"))
     if "input_tokens_details" in usage:
-        return TokenCounts(prompt, _count(_inner(usage, "input_tokens_details").get("cached_tokens")), output)
+        return TokenCounts(prompt, _cached(usage["input_tokens_details"]), output)
     cached = _count(usage.get("cache_read_input_tokens"))
     return TokenCounts(prompt + cached + _count(usage.get("cache_creation_input_tokens")), cached, output)
 
@@ -40,9 +40,8 @@ def guessed(body_bytes: int, events: int, context_tokens_max: int = 0) -> TokenC
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**53 else 0
+    return value if type(value) is int and 0 < value < 2**53 else 0
 
 
-def _inner(usage: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    details = usage.get(name)
-    return details if isinstance(details, dict) else {}
+def _cached(details: Any) -> int:
+    return _count(details.get("cached_tokens")) if isinstance(details, dict) else 0

@@ -31,6 +31,7 @@ ALIVE_EVERY_S = 0.45
 """A request from which nothing was sent for so long gets an ALIVE frame at the next look (`watch`)."""
 WATCH_EVERY_S = 0.5
 CREDIT_STARVED_S = 60.0
+_REQUEST, _BODY, _CREDIT = int(FrameKind.REQUEST), int(FrameKind.BODY), int(FrameKind.CREDIT)
 BODY_FRAMES_AHEAD = 8
 """How many BODY frames may be on their way beyond those received."""
 
@@ -155,15 +156,15 @@ class Desk:
             log.warning("inference.malformed", error=str(error), reply=message.reply)
             return
         for frame in frames:
-            if frame.kind == FrameKind.REQUEST:
+            if frame.kind == _REQUEST:
                 self._open(message.reply, frame)
                 continue
             exchange = self._exchanges.get((message.reply, frame.attempt))
             if exchange is None:
                 continue  # It ended here already; the frame crossed that news on the way.
-            if frame.kind == FrameKind.BODY:
+            if frame.kind == _BODY:
                 self._add_body(exchange, frame)
-            elif frame.kind == FrameKind.CREDIT:
+            elif frame.kind == _CREDIT:
                 exchange.confirm(frame.sequence)
 
     def on_cancel(self, message: Message) -> None:
