@@ -13,6 +13,7 @@ import pytest
 BENCH = [sys.executable, "-m", "serai.cli.main", "bench", "faults"]
 
 
+@pytest.mark.timeout(420)
 def test_serai_keeps_the_rule_of_every_row(tmp_path: Path) -> None:
     environment = os.environ | {"SERAI_PEERS": str(tmp_path / "none")}
     words = ["--quick", "--json", "--raw", str(tmp_path / "raw"), "--markdown", str(tmp_path / "table.md")]

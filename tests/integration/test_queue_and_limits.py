@@ -262,7 +262,7 @@ def test_a_request_waits_while_the_next_allocation_takes_over(system: System) ->
             )
             began_s = time.monotonic()
             answer = await chat(client)
-            assert answer.status_code == 200
+            assert answer.status_code == 200, answer.text
             assert float(answer.headers["x-serai-queue-ms"]) <= (time.monotonic() - began_s) * 1000
 
     run(main())
