@@ -163,6 +163,24 @@ CASES = {
         ),
         wanted((A, "p1", "a1"), (B, "p0", None)),
     ),
+    "who has plenty gives, though models have turned lately": (
+        Picture(
+            pools(1, 1, 1),
+            [runs("a0", "a", "p0"), runs("a1", "a", "p1"), runs("b0", "b", "p2")],
+            [facts("a", 0.5), facts("b", 2.4)],
+            turns={"b": 3},
+        ),
+        wanted((A, "p0", "a0"), (B, "p1", None), (B, "p2", "b0")),
+    ),
+    "who has just enough does not, when models have turned lately": (
+        Picture(
+            pools(1, 1, 1),
+            [runs("a0", "a", "p0"), runs("a1", "a", "p1"), runs("b0", "b", "p2")],
+            [facts("a", 1.9), facts("b", 2.4)],
+            turns={"b": 3},
+        ),
+        wanted((A, "p0", "a0"), (B, "p1", None), (B, "p2", "b0")),
+    ),
     "limits of the hour": (
         Picture(pools(1, 1), [], [facts("a", 1.0), facts("b", 1.0)], moves_last_hour=59),
         wanted((A, "p0", None), (B, "p1", None)),

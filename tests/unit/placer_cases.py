@@ -81,7 +81,9 @@ def cases(draw: st.DrawFn) -> Case:
         for pipeline in draw(st.sampled_from([(1,), (1,), (1, 2)]))
     )
     quota = draw(st.sampled_from([None, None, 4, 20]))
-    rules = Rules({} if quota is None else {"physics": quota})
+    rules = Rules(
+        {} if quota is None else {"physics": quota}, worst_share_slack=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
+    )
     return Case(Fleet(nodes), demands, options, tuple(_running(draw, nodes, options)), rules)
 
 

@@ -70,6 +70,18 @@ class _Greedy:
         return ()
 
 
+class _Takes(_Greedy):
+    """After five minutes another model gets the only GPU."""
+
+    def begin(self) -> Sequence[Start]:
+        return [Start(Option(SMALL.name, "a100-sxm-80", 1, 1.0), "n")]
+
+    def decide(self, now_s: float, seen: Mapping[str, int], engines: Sequence[Engine]) -> Sequence[Start | Stop]:
+        if now_s != 300.0:
+            return ()
+        return [Stop(engines[0].id), Start(Option("other", "a100-sxm-80", 1, 1.0), "n", waits=True)]
+
+
 def test_the_replay_refuses_a_policy_that_gives_gpus_away_twice() -> None:
     trace = RateTrace("t", (SMALL,), ((1, 1),))
     with pytest.raises(OverCommitted, match="node n runs engines of 2 GPUs"):
@@ -112,3 +124,11 @@ def test_files_of_traces_are_read_and_refused_by_line(tmp_path: Path) -> None:
     file.write_text("minute,model\n")
     with pytest.raises(BadInput, match="lacks card, requests"):
         read_trace(file, ABOUT, ABOUT)
+
+
+def test_gpus_that_change_hands_are_counted_once() -> None:
+    trace = RateTrace("t", (SMALL, TracedModel("other", SMALL.card, ABOUT, ABOUT)), ((60,) * 10, (60,) * 10))
+    fleet = Fleet([Node("n", "a100", 1)])
+    course = replay(trace, fleet, _Takes(), 5.0)
+    assert (course.starts, course.stops) == (1, 1)
+    assert course.gpu_hours == pytest.approx(10 / 60)

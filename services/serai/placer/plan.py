@@ -22,6 +22,8 @@ from serai.placer.worth import Worth
 NOTHING = 1e-9
 TURNS_MAX = 4
 """Each turn doubles what the next exchange must gain, so often at most."""
+PLENTY = 2.0
+"""Who has so many times what is asked of it gives engines away whatever it was asked lately."""
 FAIRNESS_GAIN_MAX = 0.5
 """However often it has turned, a rise of the worst-served share by so much is worth an exchange."""
 
@@ -170,6 +172,8 @@ class _Planner:
             return ""
         affected = change.models
         turns = max(self._picture.turns.get(model, 0) for model in affected)
+        if self._has_plenty(change):
+            turns = 0
         # What goes back and forth follows a demand that nobody can measure so well: it has to gain more each time.
         patience = 2.0 ** min(turns, TURNS_MAX)
         fairness_gain = max(rules.fairness_gain, min(FAIRNESS_GAIN_MAX, rules.fairness_gain * patience))
@@ -192,6 +196,17 @@ class _Planner:
         return (
             f"until the horizon of {rules.horizon_s:.0f} s it would serve {gain:.0f} more requests, "
             f"and lose {loss:.0f} while it loads" + (f"; its models have turned {turns} times lately" if turns else "")
+        )
+
+    def _has_plenty(self, change: Change) -> bool:
+        """Whether whoever gives keeps so much more than is asked that it need not be measured well."""
+        left: dict[str, float] = {}
+        for option in self._without(change, but=change.moved):
+            left[option.model] = left.get(option.model, 0.0) + option.requests_s
+        giving = {one.model for one in change.stops} - change.moved
+        return all(
+            left.get(model, 0.0) >= PLENTY * self._facts[model].demand.planned_requests_s
+            for model in giving & self._facts.keys()
         )
 
     def _fair_floor(self) -> float:

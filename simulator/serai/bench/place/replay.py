@@ -30,6 +30,13 @@ class Engine:
     ready_s: float
     stopped_s: float | None = None
     """When it stopped taking requests; its GPUs are free DRAIN_S later."""
+    held_from_s: float = 0.0
+    """Since when it has its GPUs: those of engines that drain are not had twice."""
+
+    def held_s(self, from_s: float, to_s: float) -> float:
+        """For how much of that time it has its GPUs."""
+        end_s = to_s if self.stopped_s is None else min(to_s, self.stopped_s + DRAIN_S)
+        return max(0.0, end_s - max(from_s, self.held_from_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,8 @@ class _Replay:
         warm = now_s - self._warm.get(key, -1e12) < WARM_FOR_S
         reading_s = max(0.0, start.option.load_s - START_S) / (WARM_SPEED_UP if warm else 1.0)
         name = f"engine-{self._made}"
-        self._engines[name] = Engine(name, start.option, start.node, now_s, began_s + START_S + reading_s)
+        ready_s = began_s + START_S + reading_s
+        self._engines[name] = Engine(name, start.option, start.node, now_s, ready_s, held_from_s=began_s)
 
     def _check(self, now_s: float) -> None:
         """No node has more GPUs in use than it has. Engines that drain hold theirs; who starts there waits."""
@@ -171,7 +179,7 @@ class _Replay:
                 self._warm[engine.node, engine.option.model] = now_s
                 del self._engines[name]
                 continue
-            self._gpu_s += engine.option.gpus * STEP_S
+            self._gpu_s += engine.option.gpus * engine.held_s(now_s, now_s + STEP_S)
             if engine.stopped_s is None:
                 capacity.setdefault(engine.option.model, []).append((engine.ready_s, engine.option.requests_s))
         for place, model in enumerate(self._trace.models):
