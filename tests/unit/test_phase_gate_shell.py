@@ -265,8 +265,28 @@ def test_an_error_is_no_first_token(loop: asyncio.Runner) -> None:
         posted.head(400)
         posted.data(b'{"error": {}}')
         posted.complete()
-        assert not agent.gate.heard_of(Stepped)
         assert agent.gate.heard_of(Ended)
+        # That its prompt is no work any more, and nothing else.
+        assert agent.gate.heard_of(Stepped) == [Stepped(0.0, False)]
+
+    loop.run(main())
+
+
+def test_an_answer_in_one_piece_that_is_quick_leaves_no_work_behind(loop: asyncio.Runner) -> None:
+    """Between two looks it came and went, and nothing more comes: an idle instance must not say that prompts wait."""
+
+    async def main() -> None:
+        agent = Agent()
+        agent.take()
+        agent.gate.next[Offered] = [Release("r1")]
+        agent.request(stream=False)
+        posted = agent.pool.posted[0]
+        posted.lend()
+        posted.head(200)
+        posted.data(b'{"choices": []}')
+        posted.complete()
+        assert [type(one) for one in agent.gate.heard][-2:] == [Ended, Stepped]
+        assert agent.gate.heard_of(Stepped)[-1].backlog_tokens == 0
 
     loop.run(main())
 

@@ -98,8 +98,12 @@ def test_rest_is_no_part_of_a_prefill() -> None:
 def test_who_ends_without_a_token_leaves_no_backlog() -> None:
     steps = decoding("a")
     steps.released("b", 500, 1.0)
-    steps.ended("b")
-    steps.ended("nobody")
+    empty = steps.ended("b")
+    assert empty is not None
+    assert (empty.duration_s, empty.prompt_tokens, empty.backlog_tokens) == (0.0, 0, 0)
+    assert steps.ended("nobody") is None
+    assert steps.ended("a") is None, "who has answered was no work any more"
+    steps = decoding("a")
     assert steps.look({}, 1.1)[0].backlog_tokens == 0
 
 

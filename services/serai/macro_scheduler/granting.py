@@ -30,7 +30,7 @@ PLACES_FIRST, PLACES_EACH = 4, 32
 STRICT_S = 60.0
 """For so long after a request with stricter targets than the group's, these decide what is at ease."""
 HOLDERS_MAX = 1000
-TOKENS_LEAST = 128
+TOKENS_LEAST = 64
 _TYPICAL_SHARE = 0.02
 
 
@@ -51,7 +51,8 @@ class Holders:
 
     def __init__(self) -> None:
         self._holders: dict[object, _Holder] = {}
-        self._typical_tokens = float(TOKENS_LEAST) / 2
+        self._typical_tokens = 0.0
+        """Running mean of prompts; 0: none has come."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -63,7 +64,8 @@ class Holders:
 
     def note(self, prompt_tokens: int) -> None:
         """A request came."""
-        self._typical_tokens += _TYPICAL_SHARE * (prompt_tokens - self._typical_tokens)
+        share = _TYPICAL_SHARE if self._typical_tokens else 1.0
+        self._typical_tokens += share * (prompt_tokens - self._typical_tokens)
 
     def missing(self, holder: object, now_s: float) -> int:
         """How many places it may be given now: none while it has more than half of what it may have."""

@@ -75,12 +75,14 @@ class EnginePulse:
         step = self._untold.first(key, now_s, shows=shows)
         return () if step is None else (step,)
 
-    def ended(self, key: str, *, unanswered: bool) -> None:
+    def ended(self, key: str, *, unanswered: bool) -> Sequence[GateEvent]:
         """A request that the engine had is gone; `unanswered`: before its first token."""
-        if not self._told:
-            if unanswered:
-                self._rate.gone()
-            self._untold.ended(key)
+        if self._told:
+            return ()
+        if unanswered:
+            self._rate.gone()
+        step = self._untold.ended(key)
+        return () if step is None else (step,)
 
     def look(self, said: Mapping[str, int], now_s: float, *, waits: bool, works: bool) -> Sequence[GateEvent]:
         """Some time has gone by. `said`: tokens of the streams that have said something new. `waits`: there are

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -236,9 +236,11 @@ class GateShell:
         request = self._requests.pop(exchange.gate_key, None)
         if request is None:
             return
+        steps: Sequence[GateEvent] = ()
         if not request.held:
-            self._pulse.ended(exchange.gate_key, unanswered=not request.answered)
+            steps = self._pulse.ended(exchange.gate_key, unanswered=not request.answered)
         self._feed(Ended(exchange.gate_key))
+        self._feed_all(steps)
 
     def holds(self, exchange: Exchange) -> bool:
         """Whether the engine has not been given it yet."""

@@ -73,12 +73,17 @@ class UntoldSteps:
         ahead, self._ahead_tokens = self._ahead_tokens, max(0, self._ahead_tokens - tokens)
         return self._step(took_s, decoded=False, prompt_tokens=max(1, tokens - ahead), first=(key,))
 
-    def ended(self, key: str) -> None:
-        """However that came about."""
-        self._backlog_tokens -= self._waiting.pop(key, 0)
-        self._ahead_tokens = min(self._ahead_tokens, self._backlog_tokens)
+    def ended(self, key: str) -> Stepped | None:
+        """However that came about. An empty step when no first token of it was seen, as of an answer in one piece that
+        was quick: its prompt is no work any more, which nothing else would tell."""
+        tokens = self._waiting.pop(key, None)
         self._said.pop(key, None)
         self._silent.discard(key)
+        if tokens is None:
+            return None
+        self._backlog_tokens -= tokens
+        self._ahead_tokens = min(self._ahead_tokens, self._backlog_tokens)
+        return self._step(0.0, decoded=False)
 
     def look(self, said: Mapping[str, int], now_s: float) -> Sequence[Stepped]:
         """The decode steps since the last look, from how many tokens each stream has said; those that are not in it
