@@ -497,5 +497,6 @@ class Group:
         return (
             f"{head}, {report.decoding.count} decode with {report.decoding.low_s:.3f} s of slack, "
             f"{report.waiting} wait for {report.waiting_prefill_s:.3f} s of prefill, "
-            f"{len(view.leases)} leases on their way, {len(view.grants)} places given in advance, reported {age_s:.3f} s ago"
+            f"{len(view.leases)} leases on their way, {len(view.grants)} places given in advance, "
+            f"reported {age_s:.3f} s ago"
         )
