@@ -256,3 +256,35 @@ def test_applied_leases_are_the_reports_own() -> None:
     assert (list(found.leases), found.leased_prefill_s, found.leased_kv_tokens) == ([3], 0.5, 500)
     found.expire(0.2)
     assert (list(found.leases), found.leased_prefill_s, found.leased_kv_tokens) == ([], 0.0, 0)
+
+
+def test_an_instance_that_lets_long_answers_go_has_no_slack_to_wait_for() -> None:
+    behind = {"decoding": slack(5, -2.0), "step_s": 0.05}
+    assert not Serai().judge(view(**behind), request(500, arrived_s=-2.0), False, 0.0).cost < 2.0
+    assert Serai().judge(view(**behind, lets_go=True), request(500, arrived_s=-2.0), False, 0.0).cost < 2.0
+
+
+def test_of_those_the_one_with_the_fewest_about_to_end_costs_least() -> None:
+    many, few = (
+        view(name, decoding=slack(5, -2.0), lets_go=True, ending=ending) for name, ending in (("a", 2), ("b", 1))
+    )
+    assert Serai().judge(many, request(), False, 0.0).cost > Serai().judge(few, request(), False, 0.0).cost
+    few.lease("one", Lease(1, 1, 0.0, 0, 5.0, 5.0, 0.1), 0.0)
+    few.lease("two", Lease(1, 2, 0.0, 0, 5.0, 5.0, 0.1), 0.0)
+    few.lease("three", Lease(1, 3, 0.0, 0, 5.0, 5.0, 0.1), 0.0)
+    assert Serai().judge(many, request(), False, 0.0).cost < Serai().judge(few, request(), False, 0.0).cost
+
+
+def test_parts_of_ours_can_be_switched_off() -> None:
+    busy = view(waiting_prefill_s=4.9, waiting=9, decoding=slack(9, 0.1), step_s=0.05)
+    assert not Serai().judge(busy, request(100), False, 0.0).fits, "it waits for a better one"
+    assert Serai("patience").judge(busy, request(100), False, 0.0).fits
+    full = view(kv_tokens_free=520)
+    assert Serai().judge(full, request(500), False, 0.0).failed == "memory"
+    assert Serai("growth").judge(full, request(500), False, 0.0).fits
+    forgetful = InstanceView("a", 10_000, PREDICT, "leases")
+    forgetful.lease("r", Lease(1, 1, 2.0, 400, 5.0, 5.0, 0.1), 0.0)
+    assert (forgetful.waiting_prefill_s(), forgetful.kv_tokens_left(), forgetful.sequence) == (0.0, 10_000, 1)
+    slow = StepPredictor(lambda tokens: tokens / 1000, lambda sequences, context: 0.2)
+    assert InstanceView("a", 10_000, slow).choose_mode(0.1) is GateMode.ORDINARY
+    assert InstanceView("a", 10_000, slow, "ordinary-mode").choose_mode(0.1) is GateMode.PADG

@@ -45,7 +45,7 @@ def lease(
 class Instance:
     """A gate in front of an engine that obeys it: prompts as it is told, else decoding."""
 
-    def __init__(self, mode: GateMode = GateMode.PADG, **settings: float | bool) -> None:
+    def __init__(self, mode: GateMode = GateMode.PADG, **settings: float | bool | str) -> None:
         self.now_s = 0.0
         self.gate = PhaseGate(
             GateSettings(session="a", tells_steps=True, **settings),  # type: ignore[arg-type]
@@ -156,6 +156,27 @@ def test_who_cannot_meet_its_deadline_comes_after_those_who_can() -> None:
     assert "giant" not in one.gaps
     one.run(300)
     assert "giant" in one.gaps
+
+
+def most_at_once(**settings: str) -> tuple[int, set[Position]]:
+    """Of forty requests, how many prompt tokens one step took while somebody decoded, and what steps there were."""
+    one, most, positions = Instance(**settings), 0, set()
+    for number in range(40):
+        one.offer(f"r{number}", 400, lease(number + 1))
+        for _ in range(3):
+            before, decoding = one.backlog(), bool(one.decoding)
+            one.step()
+            done = before - one.backlog()
+            if done and decoding:
+                most = max(most, done)
+                positions.add(one.turn.position)
+    return most, positions
+
+
+def test_parts_of_the_policy_can_be_switched_off() -> None:
+    assert Position.MIXED in most_at_once()[1]
+    assert Position.MIXED not in most_at_once(without="mixed-steps")[1]
+    assert most_at_once(without="expected-misses")[0] <= most_at_once()[0]
 
 
 def test_late_requests_are_served_in_the_end() -> None:
