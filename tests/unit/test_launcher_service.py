@@ -128,7 +128,7 @@ def test_a_submission_is_kept_before_it_is_made(shell: Shell) -> None:
     ("known", "told"), [(frozenset({"n1", "n9"}), ["--exclude=n7,n1"]), (frozenset({"x"}), []), (Unknown("down"), [])]
 )
 def test_h29_hosts_in_quarantine_get_no_job(shell: Shell, known: frozenset[str] | Unknown, told: list[str]) -> None:
-    shell.launcher._deployments["chat"] = replace(CHAT, excluded=("n7",))
+    shell.launcher.scaled.now["chat"] = replace(CHAT, excluded=("n7",))
     shell.slurm.known_nodes = known
     at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     faults = [Fault("uncorrectable ECC error", at, "GPU-1")]
@@ -222,11 +222,11 @@ def test_it_tells_its_plan_and_wakes_what_sleeps(shell: Shell) -> None:
         (message,) = shell.bus.take()
         return decode(LauncherWord, message.payload)
 
-    word = answered(launcher.on_explain, ExplainRequest("chat"))
+    word = answered(launcher.answers.on_explain, ExplainRequest("chat"))
     assert [slot.verdict for slot in word.slots] == ["asleep"]
-    assert answered(launcher.on_explain, ExplainRequest("nobody/0")).problem == "there is no slot 'nobody/0'"
-    assert "there is no deployment 'nobody'" in answered(launcher.on_wake, WakeRequest("nobody")).problem
-    answered(launcher.on_wake, WakeRequest("chat"))
+    assert answered(launcher.answers.on_explain, ExplainRequest("nobody/0")).problem == "there is no slot 'nobody/0'"
+    assert "there is no deployment 'nobody'" in answered(launcher.answers.on_wake, WakeRequest("nobody")).problem
+    answered(launcher.answers.on_wake, WakeRequest("chat"))
     assert launcher.book.asleep == set()
 
 
@@ -259,7 +259,7 @@ def pool_report(**fields: Any) -> PoolReport:
 
 def sessions_seen(shell: Shell, report: PoolReport, silent_s: float = 0.0) -> list[SeenSession]:
     shell.launcher.on_pool(Message("pool.x", encode(report)))
-    return list(shell.launcher._sessions({"slurm-101"}, time.monotonic() + silent_s))
+    return list(shell.launcher._seen({"slurm-101"}, time.monotonic() + silent_s))
 
 
 def test_a_pool_agent_is_to_its_job_what_a_session_is(shell: Shell) -> None:
@@ -284,16 +284,16 @@ def test_a_pool_that_is_about_to_end_drains_and_then_has_left(shell: Shell) -> N
 
 
 def scale(shell: Shell, name: str, count: int) -> LauncherWord:
-    shell.launcher.on_scale(Message("launcher.scale.local", encode(ScaleRequest(name, count, "why")), "reply"))
+    shell.launcher.answers.on_scale(Message("launcher.scale.local", encode(ScaleRequest(name, count, "why")), "reply"))
     return decode(LauncherWord, shell.bus.published[-1].payload)
 
 
 def test_the_placer_may_ask_for_more_slots_and_fewer_where_the_site_file_lets_it(shell: Shell) -> None:
     assert "may be scaled to 0 at most, and 2 was asked for" in scale(shell, "chat", 2).problem
     assert "there is no deployment 'none' (there is chat)" in scale(shell, "none", 2).problem
-    shell.launcher._deployments["chat"] = replace(CHAT, scale_to=3)
+    shell.launcher.scaled.now["chat"] = replace(CHAT, scale_to=3)
     assert scale(shell, "chat", 3).problem == ""
-    assert shell.launcher._deployments["chat"].count == 3
+    assert shell.launcher.scaled.now["chat"].count == 3
     assert "may be scaled to 3 at most, and 4 was asked for" in scale(shell, "chat", 4).problem
     assert "-1 was asked for" in scale(shell, "chat", -1).problem
     assert scale(shell, "chat", 0).problem == ""
@@ -303,6 +303,6 @@ def test_the_placer_may_ask_for_more_slots_and_fewer_where_the_site_file_lets_it
 
 
 def test_what_was_asked_for_outlives_the_launcher(shell: Shell) -> None:
-    shell.launcher._deployments["chat"] = replace(CHAT, scale_to=3)
+    shell.launcher.scaled.now["chat"] = replace(CHAT, scale_to=3)
     shell.launcher._restore(LauncherState("other", 1, scaled={"chat": 2, "gone": 5}))
-    assert shell.launcher._deployments["chat"].count == 2
+    assert shell.launcher.scaled.now["chat"].count == 2

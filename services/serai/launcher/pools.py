@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from serai.contracts.placement import PoolReport, RunState
 from serai.launcher.runs import SeenSession
-from serai.runtime.session_state import SessionState
+from serai.runtime.registry_replica import RegistryReplica
+from serai.runtime.session_state import SessionState, state_of
 
 SILENT_INTERVALS = 5.0
 GONE_S = 600.0
@@ -54,3 +56,25 @@ def _seen(heard: _Heard, now: float) -> SeenSession:
         in_flight=len(runs),
         remaining_s=None if remaining_s is None else max(0.0, remaining_s - silent_s),
     )
+
+
+def seen_sessions(
+    replica: RegistryReplica, pools: PoolSessions, site: str, allocations: AbstractSet[str], now: float
+) -> Iterator[SeenSession]:
+    """What serves in these allocations: pool agents and sessions."""
+    agents = pools.of(allocations, now)
+    yield from agents
+    # What runs in a pool is the placer's business; the pool's agent is what its job is for.
+    wanted = allocations - {agent.allocation for agent in agents}
+    for record in replica.records_of_site(site) if wanted else ():
+        if record.metadata.allocation not in wanted:
+            continue
+        status = replica.status(record.session)
+        yield SeenSession(
+            session=record.session,
+            allocation=record.metadata.allocation,
+            state=state_of(replica, record.session, now),
+            in_flight=None if status is None else status.in_flight,
+            requests_total=0 if status is None else status.requests_total,
+            remaining_s=None if status is None else status.allocation_remaining_s,
+        )

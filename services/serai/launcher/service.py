@@ -14,29 +14,28 @@ from dataclasses import replace
 
 import structlog
 
-from serai.contracts.admission import ScaleWish
 from serai.contracts.codec import MalformedMessage, decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
-from serai.contracts.launcher import ExplainRequest, LauncherState, LauncherWord, ScaleRequest, SlotWord, WakeRequest
+from serai.contracts.launcher import LauncherState, LauncherWord, SlotWord
 from serai.contracts.placement import PoolReport
 from serai.contracts.registry import AllocationEnded
 from serai.contracts.subjects import (
     DRAIN,
     ENDED,
-    LAUNCHER_EXPLAIN,
-    LAUNCHER_SCALE,
-    LAUNCHER_WAKE,
-    MACRO_WISH,
     POOL,
 )
 from serai.launcher import metrics
-from serai.launcher.deployments import Deployment, picture_of, wished_slots
+from serai.launcher.answers import Answers
+from serai.launcher.answers_missing import too_little_known
+from serai.launcher.deployments import Deployment, picture_of
+from serai.launcher.estimates import Estimates
 from serai.launcher.job_book import JobBook
-from serai.launcher.jobs import ExpectedStart, JobId, Refused, Slurm, Unknown
+from serai.launcher.jobs import JobId, Refused, Slurm, Unknown
 from serai.launcher.lease import lease_of
 from serai.launcher.maintenance import Calendar, fitted
-from serai.launcher.pools import PoolSessions
+from serai.launcher.pools import PoolSessions, seen_sessions
 from serai.launcher.runs import Ended, Event, Requeued, Run, SeenSession, Served, Started
+from serai.launcher.scaled import Scaled
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot, SlotNames, slot_name
 from serai.launcher.succession import Cancel, Drain, Picture, Plan, Sleep, Submit, plan
@@ -45,7 +44,6 @@ from serai.runtime.connection_settings import host_name
 from serai.runtime.kv_lease import StateKeys
 from serai.runtime.quarantine_list import quarantined
 from serai.runtime.registry_copy import RegistryCopy
-from serai.runtime.session_state import state_of
 from serai.runtime.slurm_time import duration_text
 from serai.runtime.waking import woken_or_after
 
@@ -55,11 +53,7 @@ LOOK_EVERY_S = 1.0
 DRAIN_TIMEOUT_S = 3.0
 DRAIN_AGAIN_S = 10.0
 ENDED_TIMEOUT_S = 3.0
-ESTIMATE_EVERY_S = 900.0
 OTHERS_SAID_MAX = 20
-STALE_ANSWERS = 3
-"""So many answers of the batch system may be missing before what it said last is too old to act on."""
-STALE_MARGIN_S = 30.0
 
 
 class Launcher:
@@ -76,10 +70,7 @@ class Launcher:
         calendar: Calendar | None = None,
     ) -> None:
         self._settings = settings
-        self._deployments = {one.name: one for one in deployments}
-        self._counts = {one.name: one.count for one in deployments}
-        """The site file's."""
-        self._scaled: dict[str, int] = {}
+        self.scaled = Scaled(deployments)
         self._pools = PoolSessions(settings.site)
         self._bus = bus
         self._slurm = slurm
@@ -88,7 +79,7 @@ class Launcher:
         self.copy = RegistryCopy(bus, settings.site)
         self.book = JobBook(
             settings.book_rules,
-            SlotNames(settings.site, list(self._deployments)),
+            SlotNames(settings.site, list(self.scaled.now)),
             {one.name: one.specification for one in deployments},
         )
         self._owner = f"{host_name()}-{secrets.token_hex(4)}"
@@ -104,26 +95,25 @@ class Launcher:
         self.last = Plan(blind="it has just started")
         self._listening_since_s = time.monotonic()
         self._succeeded_at_s: dict[str, float] = {}
-        self._estimates_s: dict[str, float] = {}
+        self._estimates = Estimates(slurm)
         self._drained_at_s: dict[str, float] = {}
         self._said: dict[str, tuple[str, bool]] = {}
         self._wake = asyncio.Event()
+        self.answers = Answers(bus, settings.site, self, self.scaled, self.book, self._wake.set)
         bus.on_reconnect(self._on_reconnect)
 
     async def run(self, stop: asyncio.Event) -> None:
         site = self._settings.site
         subscriptions = [
             *await self.copy.start(),
-            await self._bus.subscribe(LAUNCHER_EXPLAIN.of_site(site), self.on_explain),
-            await self._bus.subscribe(LAUNCHER_WAKE.of_site(site), self.on_wake),
-            await self._bus.subscribe(LAUNCHER_SCALE.of_site(site), self.on_scale),
-            await self._bus.subscribe(MACRO_WISH.of_site(site), self.on_wish),
+            *await self.answers.start(),
             await self._bus.subscribe(POOL.every, self.on_pool),
         ]
         await self._bus.barrier()
-        log.info("launcher.ready", site=site, deployments=sorted(self._deployments))
+        log.info("launcher.ready", site=site, deployments=sorted(self.scaled.now))
         async with asyncio.TaskGroup() as tasks:
-            work = (self.copy.run(), self._beating(), self._asking(), self._looking(), self._estimating())
+            seeing = (self.copy.run(), self._asking(), self._estimates.run(self._wanted))
+            work = (*seeing, self._beating(), self._looking())
             working = [tasks.create_task(one) for one in work]
             await stop.wait()
             for task in working:
@@ -171,41 +161,17 @@ class Launcher:
             self._wake.set()
             await asyncio.sleep(self._query_every_s)
 
-    async def _estimating(self) -> None:
-        """What the batch system itself says a job would wait: often too much, sometimes the only word there is."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S * 10)
-            for one in self._deployments.values():
-                if not self.lease.held or one.count == 0 or one.name in self.book.asleep:
-                    continue
-                answer = await self._slurm.expected_start(one.script, [f"--time={duration_text(one.time_limit_s)}"])
-                self._estimates_s.pop(one.name, None)
-                if isinstance(answer, ExpectedStart):
-                    self._estimates_s[one.name] = answer.wait_s
-            await asyncio.sleep(ESTIMATE_EVERY_S)
-
     def _hear_sessions(self, now: float) -> list[Event]:
         wanted = {run.allocation for run in self.book.runs if run.allocation}
-        return self.book.hear_sessions(self._sessions(wanted, now), now)
+        return self.book.hear_sessions(self._seen(wanted, now), now)
 
-    def _sessions(self, allocations: set[str], now: float) -> Iterable[SeenSession]:
-        replica = self.copy.replica
-        pools = self._pools.of(allocations, now)
-        yield from pools
-        # What runs in a pool is the placer's business; the pool's agent is what its job is for.
-        wanted = allocations - {pool.allocation for pool in pools}
-        for record in replica.records_of_site(self._settings.site) if wanted else ():
-            if record.metadata.allocation not in wanted:
-                continue
-            status = replica.status(record.session)
-            yield SeenSession(
-                session=record.session,
-                allocation=record.metadata.allocation,
-                state=state_of(replica, record.session, now),
-                in_flight=None if status is None else status.in_flight,
-                requests_total=0 if status is None else status.requests_total,
-                remaining_s=None if status is None else status.allocation_remaining_s,
-            )
+    def _seen(self, allocations: set[str], now: float) -> Iterable[SeenSession]:
+        return seen_sessions(self.copy.replica, self._pools, self._settings.site, allocations, now)
+
+    def _wanted(self) -> list[Deployment]:
+        """Those that jobs are submitted for."""
+        deployments = self.scaled.now.values() if self.lease.held else ()
+        return [one for one in deployments if one.count and one.name not in self.book.asleep]
 
     def _blind(self, *, acting: bool = True) -> str:
         """Why the picture is not whole; empty = it is."""
@@ -219,24 +185,15 @@ class Launcher:
         listened_s = now - self._listening_since_s
         if acting and listened_s < self._settings.settle_s:
             return f"it has listened for {listened_s:.0f} s only, of {self._settings.settle_s:g}"
-        if self.book.unknown:
-            return f"the batch system: {self.book.unknown}"
-        heard_at_s = self.book.heard_at_s
-        if not self.book.answers or heard_at_s is None:
-            return "the batch system has not answered yet"
-        if now - heard_at_s > STALE_ANSWERS * self._query_every_s + STALE_MARGIN_S:
-            return f"the batch system has not answered for {now - heard_at_s:.0f} s"
-        if self.book.braked(now):
-            return "most jobs are missing from the batch system's answers at once, which is more likely its mistake"
-        return ""
+        return too_little_known(self.book, now, self._query_every_s)
 
     def _picture(self, blind: str) -> Picture:
         return picture_of(
             self.book,
-            list(self._deployments.values()),
+            list(self.scaled.now.values()),
             time.monotonic(),
             blind=blind,
-            estimates_s=self._estimates_s,
+            estimates_s=self._estimates.wait_s,
             succeeded_at_s=self._succeeded_at_s,
         )
 
@@ -296,7 +253,7 @@ class Launcher:
         log.info("launcher.cancel", slot=str(cancel.slot), job=str(cancel.job), why=cancel.why, answer=told)
 
     async def _submit(self, submit: Submit) -> None:
-        deployment = self._deployments[submit.slot.deployment]
+        deployment = self.scaled.now[submit.slot.deployment]
         time_limit_s = await self._time_limit_s(submit, deployment)
         generation = self.book.next_generation(submit.slot)
         name = slot_name(self._settings.site, submit.slot, generation, deployment.model, secrets.token_hex(4))
@@ -401,38 +358,13 @@ class Launcher:
 
     def _restore(self, state: LauncherState) -> None:
         self.book.restore(state, time.monotonic())
-        for name, count in state.scaled.items():
-            self._scale(name, count)
+        self.scaled.restore(state.scaled)
         self._listening_since_s = time.monotonic()
 
     def _on_reconnect(self) -> None:
         self._listening_since_s = time.monotonic()
 
     # -- what it is asked ----------------------------------------------------------------------------------------
-
-    def on_explain(self, message: Message) -> None:
-        try:
-            request = decode(ExplainRequest, message.data)
-        except MalformedMessage as error:
-            self._answer(message, replace(self.word(""), slots=[], problem=str(error)))
-            return
-        self._answer(message, self.word(request.slot))
-
-    def on_wake(self, message: Message) -> None:
-        try:
-            request = decode(WakeRequest, message.data)
-        except MalformedMessage as error:
-            self._answer(message, replace(self.word(""), slots=[], problem=str(error)))
-            return
-        if request.deployment not in self._deployments:
-            known = ", ".join(sorted(self._deployments)) or "none"
-            problem = f"there is no deployment {request.deployment!r} (there is {known})"
-            self._answer(message, replace(self.word(""), slots=[], problem=problem))
-        elif self.lease.held:
-            self.book.wake(request.deployment, time.monotonic())
-            log.info("launcher.woken", deployment=request.deployment)
-            self._wake.set()
-            self._answer(message, self.word(request.deployment))
 
     def on_pool(self, message: Message) -> None:
         """A pool agent's word: it is to its job what a session is to others."""
@@ -441,62 +373,14 @@ class Launcher:
         except MalformedMessage as error:
             log.warning("launcher.bad_report", subject=message.subject, error=str(error))
 
-    def on_scale(self, message: Message) -> None:
-        """The placer's wish for more or fewer."""
-        try:
-            request = decode(ScaleRequest, message.data)
-        except MalformedMessage as error:
-            self._answer(message, replace(self.word(""), slots=[], problem=str(error)))
-            return
-        if problem := self._why_not_scale(request):
-            self._answer(message, replace(self.word(""), slots=[], problem=problem))
-        elif self.lease.held:
-            if self._deployments[request.deployment].count != request.count:
-                log.info("launcher.scaled", deployment=request.deployment, count=request.count, why=request.why)
-            self._scale(request.deployment, request.count)
-            self._wake.set()
-            self._answer(message, self.word(""))
+    def acts(self) -> bool:
+        return self.lease.held
 
-    def on_wish(self, message: Message) -> None:
-        """How many instances a model's macro-scheduler wants: its deployment gets as many slots, as far as it may be
-        scaled. Who runs beside it, of other deployments, counts."""
-        try:
-            wish = decode(ScaleWish, message.data)
-        except MalformedMessage as error:
-            log.warning("launcher.bad_wish", error=str(error), effect="ignored")
-            return
-        if wish.owner != "launcher" or not self.lease.held:
-            return
-        ours = [one for one in self._deployments.values() if one.model == wish.model]
-        scaled = wished_slots(ours, wish.instances, self._counts)
-        if scaled is None:
-            log.debug("launcher.wish_ignored", model=wish.model, why="no deployment of it may be scaled (`scale_to`)")
-        elif self._deployments[scaled[0]].count != scaled[1]:
-            log.info("launcher.scaled", deployment=scaled[0], count=scaled[1], why=wish.why)
-            self._scale(*scaled)
-            self._wake.set()
-
-    def _why_not_scale(self, request: ScaleRequest) -> str:
-        """Empty = it may."""
-        known = self._deployments.get(request.deployment)
-        if known is None:
-            return f"there is no deployment {request.deployment!r} (there is {', '.join(self._deployments) or 'none'})"
-        if not 0 <= request.count <= max(known.scale_to, self._counts[known.name] if known.scale_to else -1):
-            return (
-                f"deployment {known.name!r} may be scaled to {known.scale_to} at most, and {request.count} was asked "
-                "for; the site file says `scale_to`"
-            )
-        return ""
-
-    def _scale(self, name: str, count: int) -> None:
-        known = self._deployments.get(name)
-        if known is None or not known.scale_to:
-            return
-        self._deployments[name] = replace(known, count=min(count, max(known.scale_to, self._counts[name])))
-        self._scaled[name] = count
+    def speaks(self) -> bool:
+        return self.lease.held or not self.lease.why_not.startswith("another")
 
     def _kept(self, holder: str, beat: int) -> LauncherState:
-        return replace(self.book.kept(holder, beat, time.monotonic()), scaled=dict(sorted(self._scaled.items())))
+        return replace(self.book.kept(holder, beat, time.monotonic()), scaled=dict(sorted(self.scaled.asked.items())))
 
     def word(self, asked: str) -> LauncherWord:
         """The last plan, of the slots asked for."""
@@ -504,15 +388,6 @@ class Launcher:
         problem = "" if slots or not asked else f"there is no slot {asked!r}"
         acting = self.lease.held and not self.last.blind
         return LauncherWord(self._settings.site, self._owner, acting, self.last.blind, slots, problem)
-
-    def _answer(self, message: Message, word: LauncherWord) -> None:
-        """Only the one that acts answers, when there are several."""
-        if not message.reply or (not self.lease.held and self.lease.why_not.startswith("another")):
-            return
-        try:
-            self._bus.publish(message.reply, encode(word))
-        except BusError as error:
-            log.warning("launcher.not_answered", error=str(error))
 
 
 def _is_asked(word: SlotWord, asked: str) -> bool:
