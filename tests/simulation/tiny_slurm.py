@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from serai.launcher.deployments import Deployment, picture_of
 from serai.launcher.job_book import BookRules, JobBook
 from serai.launcher.jobs import JobId, Jobs, JobState, ObservedJob, RefusalKind, Refused, Unknown
+from serai.launcher.picture import Plan, Rules
 from serai.launcher.runs import SeenSession
 from serai.launcher.slots import Slot, SlotNames, slot_name
-from serai.launcher.succession import Plan, Rules, plan
+from serai.launcher.succession import plan
 from serai.runtime.session_state import SessionState
 
 STEP_S = 10.0

@@ -31,12 +31,13 @@ from serai.launcher.jobs import (
     Refused,
     Unknown,
 )
+from serai.launcher.picture import Cancel, Drain, Plan, Sleep, Submit
 from serai.launcher.runs import SeenSession
 from serai.launcher.service import Launcher
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot
 from serai.launcher.slurm_answers import Reservation
-from serai.launcher.succession import Cancel, Drain, Plan, Sleep, Submit, plan
+from serai.launcher.succession import plan
 from serai.runtime.bus import Message
 from serai.runtime.session_state import SessionState
 from unit.fakes import FakeBus, record_of

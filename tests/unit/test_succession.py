@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from serai.launcher.jobs import JobId, JobState
+from serai.launcher.picture import Picture, Plan, Rules, Wanted
 from serai.launcher.runs import Run, SeenSession
 from serai.launcher.slots import Slot
-from serai.launcher.succession import Picture, Plan, Rules, Wanted, plan
+from serai.launcher.succession import plan
 from serai.launcher.trouble import Trouble
 from serai.runtime.session_state import SessionState
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from serai.launcher.job_book import JobBook
-from serai.launcher.succession import Picture, Wanted
+from serai.launcher.picture import Picture, Wanted
 
 ESTIMATE_FACTOR, ESTIMATE_FLOOR_S = 4.0, 300.0
 """Batch systems estimate as if every job took all its time. So an estimate lengthens what is expected, at most by this

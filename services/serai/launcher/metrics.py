@@ -7,7 +7,7 @@ from collections import Counter as Tally
 from prometheus_client import Counter, Gauge
 
 from serai.launcher.job_book import JobBook
-from serai.launcher.succession import Plan
+from serai.launcher.picture import Plan
 from serai.runtime.metrics import Counts, Histograms
 
 _BOUNDS_S = (10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400)

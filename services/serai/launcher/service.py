@@ -33,12 +33,13 @@ from serai.launcher.job_book import JobBook
 from serai.launcher.jobs import JobId, Refused, Slurm, Unknown
 from serai.launcher.lease import lease_of
 from serai.launcher.maintenance import Calendar, fitted
+from serai.launcher.picture import Cancel, Drain, Picture, Plan, Sleep, Submit
 from serai.launcher.pools import PoolSessions, seen_sessions
 from serai.launcher.runs import Ended, Event, Requeued, Run, SeenSession, Served, Started
 from serai.launcher.scaled import Scaled
 from serai.launcher.settings import LauncherSettings
 from serai.launcher.slots import Slot, SlotNames, slot_name
-from serai.launcher.succession import Cancel, Drain, Picture, Plan, Sleep, Submit, plan
+from serai.launcher.succession import plan
 from serai.runtime.bus import Bus, BusError, Message
 from serai.runtime.connection_settings import host_name
 from serai.runtime.kv_lease import StateKeys

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from serai.launcher.job_book import BookRules
-from serai.launcher.succession import Rules
+from serai.launcher.picture import Rules
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 

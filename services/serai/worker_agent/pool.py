@@ -8,10 +8,8 @@ go: nothing that runs depends on it.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +45,7 @@ from serai.worker_agent.pool_book import (
 )
 from serai.worker_agent.pool_settings import PoolSettings
 from serai.worker_agent.pool_templates import Template, command_of
+from serai.worker_agent.programs import is_there
 from serai.worker_agent.service import NodeAgent
 from serai.worker_agent.settings import AgentSettings
 
@@ -99,7 +98,7 @@ class Pool:
         self._settings = settings
         self._bus = bus
         self._keys = keys
-        self._templates = {name: one for name, one in templates.items() if _is_there(one)}
+        self._templates = {name: one for name, one in templates.items() if is_there(one)}
         self._gpus = list(gpus)
         self._make_host = make_host
         self._allocation_end = allocation_end
@@ -388,13 +387,6 @@ class Pool:
             pass  # The next report says it.
         except BusError as error:
             log.warning("pool.not_reported", error=str(error))
-
-
-def _is_there(template: Template) -> bool:
-    """Whether its program can be started here, as far as can be seen."""
-    if template.needs and importlib.util.find_spec(template.needs) is None:
-        return False
-    return shutil.which(template.program) is not None
 
 
 def _changed(before: PoolReport, now: PoolReport) -> bool:
