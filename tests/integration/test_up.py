@@ -165,6 +165,7 @@ def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
         (["--pool", "2", "--agents", "1"], "--pool: excludes --agents"),
         (["--placement-file", "none.yaml"], "--placement-file: is for --pool N"),
         (["--pool", "1", "--placement-file", "none.yaml"], "none.yaml: No such file"),
+        (["--admission", "paper"], "--admission: is for --policy padg and macro-scheduled"),
     ):
         done = subprocess.run([*UP, "--state", str(tmp_path), *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from serai.contracts.admission import ScaleWish
-from serai.contracts.codec import decode
+from serai.contracts.admission import GroupLease, ScaleWish
+from serai.contracts.codec import decode, encode
+from serai.contracts.launcher import LauncherState
 from serai.launcher.deployments import Deployment, wished_slots
+from serai.macro_scheduler.leading import Candidate
 from serai.macro_scheduler.membership import Membership, MembershipSettings
 from serai.macro_scheduler.mitosis import Scale
+from serai.macro_scheduler.owner_keys import OwnerKeys
 from serai.macro_scheduler.scaling import Load, ScalingSettings
 from serai.macro_scheduler.settings import MacroSchedulerSettings
 from serai.macro_scheduler.wishing import EVERY_S, Wishing
 from serai.placer.demand import LengthSpread, ModelDemand
 from serai.placer.scale_wishes import ScaleWishes, as_wished
-from serai.runtime.bus import BusError
+from serai.runtime.bus import BusError, Message
 from unit.fakes import FakeBus
+from unit.test_launcher_lease import Keys
+from unit.test_launcher_service import CHAT, Shell
 
 SCALING = ScalingSettings(start_s=60.0, instances_max=8)
 BUSY = Load(slo_ttft_s=5.0, instances=2, requests=100, ttft_slow_share=0.5, utilisation=0.95)
@@ -161,3 +168,53 @@ def test_a_launcher_scales_the_deployment_that_may_be_scaled() -> None:
     assert wished_slots([fixed, scaled], 9, given) == ("more", 4)
     assert wished_slots([fixed, scaled], 0, given) == ("more", 1), "never below the site file's count"
     assert wished_slots([fixed], 4, given) is None
+
+
+def test_a_launcher_obeys_wishes_that_are_for_it_while_it_acts(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    shell.launcher.scaled.now["chat"] = replace(CHAT, scale_to=3)
+
+    def heard(**fields: object) -> int:
+        payload = encode(wish(**fields))  # type: ignore[arg-type]
+        shell.launcher.answers.on_wish(Message("macro.wish.local", payload))
+        return shell.launcher.scaled.now["chat"].count
+
+    assert heard(instances=2) == 1, "it is for the placer"
+    assert heard(instances=2, owner="launcher") == 2
+    assert heard(instances=9, owner="launcher") == 3
+    assert heard(instances=0, owner="launcher") == 1
+    shell.launcher.answers.on_wish(Message("macro.wish.local", b"{"))
+    asyncio.run(shell.launcher.lease.give_back(LauncherState()))
+    assert heard(instances=3, owner="launcher") == 1, "another launcher acts"
+
+
+# -- the lease ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_wanted_goes_along_in_the_leaders_lease() -> None:
+    async def main() -> None:
+        keys = Keys()
+        first, second = (candidate(name, keys) for name in ("one", "two"))
+        await first._step()
+        assert first.term is not None
+        assert first.term.wishing is not None
+        first.term.wishing.wanted = 4
+        await first._step()
+        assert keys.value is not None
+        assert decode(GroupLease, keys.value).wanted == 4
+        await first._resign()
+        await second._step()
+        assert second.term is not None
+        assert second.term.wishing is not None
+        assert second.term.wishing.wanted == 4
+        await second._resign()
+
+    asyncio.run(main())
+
+
+def candidate(name: str, keys: Keys) -> Candidate:
+    settings = MacroSchedulerSettings(scaling=True, scaling_by="placer", lease_s=5.0)
+    owners = OwnerKeys(Keys())
+    return Candidate(
+        "m", settings, FakeBus(), keys, owners, name, lambda _: [], lambda _: set(), lambda _: 0, "unheard"
+    )

@@ -459,5 +459,9 @@ class Term:
         """How the group stands, and its windows."""
         obey = f"{len(self._obeying)} of {len(self._steps)} instances obey"
         head = f"{self.model}: {obey}, epoch {self.epoch}, {len(self._waiting)} wait"
+        if self.asleep:
+            head += f", {len(self.asleep)} sleep"
+        if self.wishing is not None:
+            head += f", wants {self.wishing.wanted}"
         names = {session: session[-12:] for session in sorted(self._steps)}
         return [head, *self.group.explain(""), *self.windows.picture(time.monotonic(), names)]
