@@ -20,6 +20,10 @@ TOKEN_GAP_S = 0.002
 """Tokens leave at most so often. At 1,000 streams a sixth more tokens pass than with one millisecond; twice as long
 gains little more, and would begin to show."""
 
+OF_ANY_STREAM = "0"
+"""Stands where an ingress's reply subjects have a stream's number: its frames name their streams. A subject that stays
+the same, since for each new one the server looks up who may send on it, and who hears it."""
+
 
 class Source(Protocol):
     """Something with frames to send."""
@@ -73,21 +77,17 @@ class Outbox:
         self._flushed_at_s = asyncio.get_running_loop().time()
         ready, self._ready = self._ready, {}
         at_once, self._at_once = self._at_once, False
-        by_ingress: dict[str, tuple[str, list[bytes]]] = {}
+        by_ingress: dict[str, list[bytes]] = {}
         for source in ready.values():
-            frames = source.take_frames()
-            if frames:
-                # Any stream's reply subject reaches its ingress: the frames themselves name their streams. And it is
-                # the one subject an agent is always allowed to publish on (NATS allow_responses).
-                ingress = source.reply.rpartition(".")[0]
-                by_ingress.setdefault(ingress, (source.reply, []))[1].extend(frames)
-        for reply, frames in by_ingress.values():
-            self._publish(reply, frames, at_once)
+            if frames := source.take_frames():
+                by_ingress.setdefault(source.reply.rpartition(".")[0], []).extend(frames)
+        for ingress, frames in by_ingress.items():
+            self._publish(f"{ingress}.{OF_ANY_STREAM}", frames, at_once)
 
-    def _publish(self, reply: str, frames: list[bytes], at_once: bool) -> None:
+    def _publish(self, subject: str, frames: list[bytes], at_once: bool) -> None:
         try:
             for message in split_by_size(frames, self._bus.message_bytes_max):
-                self._bus.publish(reply, message, at_once=at_once)
+                self._bus.publish(subject, message, at_once=at_once)
         except BusDisconnected:
             # The gap shows at the receiver; the disconnect callback ends these requests here.
             self.frames_dropped += len(frames)
