@@ -1,6 +1,6 @@
 """`serai simulate burst`: what burstiness costs. Gamma arrivals of rising coefficient of variation, mean rate by scan.
 
-The PaDG paper's set-up: CodeLlama-34B on its A800 cluster under ShareGPT lengths, 5 s and 100 ms; goodput at P50 and
+The PaDG paper's set-up: CodeLlama-34B on its A800 cluster under ShareGPT lengths, 5 s and 100 ms; goodput at P90 and
 P99 for CV 1, 1.2, 1.5 and 2. The first figures are at CV 2, where bursts hurt most: our policy over the paper's, and
 over vLLM-like serving.
 """
@@ -11,10 +11,9 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from serai.bench.report import Report, hand_out, say
-from serai.bench.simulate.goodput import effort_of, lost_share
+from serai.bench.simulate.goodput import LEVELS, effort_of, lost_share
 from serai.bench.simulate.study.cells import TARGETS, Slice, paper_slice
 from serai.bench.simulate.study.command import (
     add_study_arguments,
@@ -36,7 +35,6 @@ SYSTEMS = ("vllm", "sarathi", "distserve", "mooncake", "padg-paper", "serai")
 QUICK_SYSTEMS = ("vllm", "padg-paper", "serai")
 CVS = (1.0, 1.2, 1.5, 2.0)
 QUICK_CVS = (1.2, 2.0)
-LEVELS = (0.5, 0.9, 0.99)
 
 Found = Mapping[tuple[str, float], Mapping[float, Goodput]]
 """By system and CV, then by level."""
@@ -72,7 +70,7 @@ def bursts(arguments: argparse.Namespace) -> Report:
     where = paper_slice(arguments.cluster, arguments.model, arguments.dataset)
     systems = arguments.systems or (QUICK_SYSTEMS if quick else SYSTEMS)
     comparisons = {
-        cv: Comparison(systems, [where], replace(effort_of(arguments), levels=LEVELS), ratios_max=1, cv=cv)
+        cv: Comparison(systems, [where], effort_of(arguments), ratios_max=1, cv=cv)
         for cv in (QUICK_CVS if quick else CVS)
     }
     jobs = [job for comparison in comparisons.values() for job in comparison.plan()]
