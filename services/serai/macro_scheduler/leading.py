@@ -63,8 +63,8 @@ class Candidate:
         self._unheard_inbox = unheard_inbox
         self._epoch = 0
         self._why_not = ""
-        self._wanted = settings.instances_min
-        """With scaling: what the leader before wanted, or this one in its last term."""
+        self._wanted = 0
+        """With scaling: what the leader before wanted, or this one in its last term; 0 = there was none."""
         self._wake = asyncio.Event()
         self.lease: KvLease[GroupLease] = KvLease(
             groups,
@@ -181,7 +181,8 @@ class Candidate:
         settings = self._settings
         if not settings.scaling:
             return None
-        return Wishing(self._bus, settings.site, self.model, self._epoch, settings.scaling_by, self._wanted)
+        who = (settings.site, self.model, self._epoch, settings.scaling_by)
+        return Wishing(self._bus, *who, self._wanted, settings.instances_min)
 
     def _wanted_now(self) -> int:
         if self.term is not None and self.term.wishing is not None:
@@ -189,7 +190,7 @@ class Candidate:
         return self._wanted if self._settings.scaling else 0
 
     def _on_taken(self, before: GroupLease) -> None:
-        self._wanted = max(self._settings.instances_min, before.wanted)
+        self._wanted = before.wanted
         self._epoch = next_leader_epoch(max(before.epoch, self._epoch), self._heard_epoch(self.model))
 
     def _on_deposed(self, why: str) -> None:

@@ -136,7 +136,7 @@ class Term:
         for record in records:
             self.join(record)
         if self.wishing is not None:
-            self.group.macros.members.resumed(self.wishing.wanted, time.monotonic())
+            self.group.macros.members.resumed(self.wishing.before, time.monotonic())
         self._note_obedience()
         try:
             async with asyncio.timeout(REBUILD_S):

@@ -23,8 +23,12 @@ HOLDS_S = 30.0
 class Wishing:
     """One term's. `owner`: who is to act on it."""
 
-    def __init__(self, bus: Bus, site: str, model: str, epoch: int, owner: str, wanted: int) -> None:
-        self.wanted = wanted
+    def __init__(
+        self, bus: Bus, site: str, model: str, epoch: int, owner: str, before: int, instances_min: int = 1
+    ) -> None:
+        """`before`: what the last leader wanted; 0 = there was none."""
+        self.before = before
+        self.wanted = max(before, instances_min)
         """Instances in all."""
         self._why = "as before"
         self._bus = bus
