@@ -321,6 +321,15 @@ def test_a_session_that_refuses_such_a_place_is_asked_for_anew_and_its_other_pla
     serve({"s1": REFUSED, "s2": STREAMED}, admit_at("s2"), talk)
 
 
+def test_a_place_at_a_session_that_has_left_is_asked_for_anew() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        bus.grants = granted("gone", "gone", "s1")
+        assert [(await ask(client))[1]["x-serai-session"] for _ in range(3)] == ["s2", "s2", "s1"]
+        assert [asked.lease.sequence for _, asked in bus.asked if asked.lease] == [7, 7, 0]
+
+    serve({"s1": STREAMED, "s2": STREAMED}, admit_at("s2"), talk)
+
+
 def test_an_ask_tells_what_other_requests_share_its_prefix() -> None:
     async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
         one, other = (json.dumps({"model": "m", "stream": True, "prompt": text}).encode() for text in ("Once", "Or"))

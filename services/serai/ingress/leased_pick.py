@@ -51,10 +51,8 @@ class LeasedPick:
         if excluded is None:
             return None
         ask = self._ask(call, excluded, now)
-        if not excluded and (granted := self._client.spend(call.model, ask)) is not None:
-            metrics.ADMISSIONS.of(call.model, "granted").add()
-            self._trace(call, granted, now, now)
-            return self._granted(call, granted, now)
+        if not excluded and (record := self._by_grant(call, ask, now)) is not None:
+            return record
         until_s = min(call.deadline_s, call.started_s + self._wait_max_s())
         ask = replace(ask, affinity=_affinity(call))
         answer = await self._client.ask(Ask(call.model, ask, until_s))
@@ -71,6 +69,19 @@ class LeasedPick:
         if answer.decision is Decision.REFUSE:
             raise _refused(call, answer)
         return self._granted(call, answer, ended_s)
+
+    def _by_grant(self, call: Call, ask: AdmissionAsk, now: float) -> SessionRecord | None:
+        """Where a place was given in advance; None: it has to ask."""
+        granted = self._client.spend(call.model, ask)
+        if granted is None:
+            return None
+        record = self._granted(call, granted, now)
+        if record is None:  # That session has left.
+            self._client.forget_grants(call.model, granted.session)
+            return None
+        metrics.ADMISSIONS.of(call.model, "granted").add()
+        self._trace(call, granted, now, now)
+        return record
 
     def refused_by(self, call: Call, session: str) -> None:
         """The session could not keep what was promised."""

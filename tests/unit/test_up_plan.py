@@ -1,0 +1,46 @@
+"""What `serai up` starts, by its flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from serai.cli import up
+from serai.cli.up_pool import pool_scaling
+from serai.worker_agent.engine.process import free_port
+
+
+def plan(folder: Path, *words: str) -> up.Plan:
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    return up._plan(parser.parse_args(["--state", str(folder), "--port", str(free_port()), *words]))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SERAI_ADMISSION", "SERAI_OPEN_GATE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_under_the_papers_policies_engines_prefill_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(tmp_path, "--policy", "padg").agent_flags == []
+    for admission in ("paper", "author_code"):
+        assert plan(tmp_path, "--policy", "padg", "--admission", admission).agent_flags == ["--open-gate", "prefill"]
+    monkeypatch.setenv("SERAI_ADMISSION", "paper")
+    assert plan(tmp_path, "--policy", "padg").agent_flags == ["--open-gate", "prefill"]
+    monkeypatch.setenv("SERAI_OPEN_GATE", "mixed")
+    assert plan(tmp_path, "--policy", "padg").agent_flags == [], "who says it himself is obeyed"
+
+
+def test_padg_with_a_pool_runs_engines_that_it_can_show_its_work_on(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--policy", "padg", "--pool", "3")
+    assert (made.policy, made.agents) == ("macro-scheduled", 0)
+    assert made.pool is not None
+    assert "phase-gated" in made.pool.file.read_text()
+
+
+def test_what_somebody_has_set_of_scaling_stays() -> None:
+    assert pool_scaling({})["SERAI_SCALING_BY"] == "placer"
+    assert "SERAI_SCALING_WINDOW_S" not in pool_scaling({"SERAI_SCALING_WINDOW_S": "3"})
