@@ -155,6 +155,12 @@ def test_a_wish_keeps_within_what_the_file_says() -> None:
     assert [as_wished(demand, count, 2.0).max_replicas for count in (0, 1, 3, 9)] == [2, 2, 3, 4]
 
 
+def test_those_that_are_of_no_pool_count() -> None:
+    length = LengthSpread.about(100)
+    raised = as_wished(ModelDemand("m", 1.0, length, length), 5, 2.0, elsewhere=2)
+    assert (raised.requests_s, raised.max_replicas) == (9.0, 3), "two of the five are there, and bear their part"
+
+
 # -- the launcher ------------------------------------------------------------------------------------------------------
 
 

@@ -223,13 +223,13 @@ def _facts(situation: Situation, options: Options, instances: Sequence[Instance]
     for model in situation.file.models.values():
         seen = situation.usage.get(model.name, NOTHING_SEEN)
         unused_s = seen.unused_s if situation.usage_known else 0.0
-        one_s = _typical(model.name, options, instances)
+        one_s, elsewhere = _typical(model.name, options, instances), situation.others.get(model.name, 0)
         facts[model.name] = ModelFacts(
-            as_wished(demand_of(model, seen), situation.wished.get(model.name), one_s),
+            as_wished(demand_of(model, seen), situation.wished.get(model.name), one_s, elsewhere),
             model.engine,
             model.path,
             model.arguments,
-            others_requests_s=situation.others.get(model.name, 0) * one_s,
+            others_requests_s=elsewhere * one_s,
             unused_s=unused_s,
             prewarm=model.name in situation.prewarm,
         )

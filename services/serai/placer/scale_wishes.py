@@ -47,14 +47,15 @@ class ScaleWishes:
         return {model: wish.instances for model, (wish, _) in self._wishes.items()}
 
 
-def as_wished(demand: ModelDemand, instances: int | None, one_requests_s: float) -> ModelDemand:
+def as_wished(demand: ModelDemand, instances: int | None, one_requests_s: float, elsewhere: int = 0) -> ModelDemand:
     """`demand`, with what makes just so many instances needed, within the bounds that it has; one of them serves
-    `one_requests_s`. None: nobody wishes for anything, and usage alone says."""
+    `one_requests_s`, and `elsewhere` are of no pool. None: nobody wishes for anything, and usage alone says."""
     if instances is None:
         return demand
     least, most = max(1, demand.min_replicas), demand.max_replicas
-    count = max(least, instances if most is None else min(instances, most))
-    wanted_s = max(demand.requests_s, (count - _UNLESS_FULL) * one_requests_s)
+    here = instances - elsewhere
+    count = max(least, here if most is None else min(here, most))
+    wanted_s = max(demand.requests_s, (count + elsewhere - _UNLESS_FULL) * one_requests_s)
     high = demand.requests_s_high
     return replace(
         demand,
