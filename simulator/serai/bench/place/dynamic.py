@@ -34,12 +34,13 @@ class Half:
 
     name: str
     compared: Compared
-    fewer: Course
+    fewer: Course | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `serai place bench dynamic`."""
     add_report_arguments(parser)
+    parser.add_argument("--short", action="store_true", help="not on fewer GPUs, and no check of the fluid")
     parser.add_argument("--hours", type=float, help="of the second day to replay (24; 2 when quick)")
     parser.add_argument("--seed", type=int, default=1, help="of traces (%(default)s)")
     parser.add_argument("--rate", type=float, default=MEAN_S, help="requests/s of all 142 models (%(default)s)")
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     days = published_marginals(arguments.seed, hours=48, mean_s=arguments.rate)
     steps = round(hours * 60)
     rules = replace(RULES, fairness=arguments.fairness)
-    halves = [_half(days.cut(0, DAY_STEPS), days.cut(DAY_STEPS, steps), FLEET, arguments.solve_s, rules)]
+    halves = [_half(days.cut(0, DAY_STEPS), days.cut(DAY_STEPS, steps), FLEET, arguments, rules)]
     notes = []
     recorded = _servegen(arguments)
     if recorded is None:
@@ -68,19 +69,28 @@ def run(arguments: argparse.Namespace) -> int:
         # The recording is one day: its first half is the day before.
         middle = recorded.steps // 2
         rest = recorded.cut(middle, min(middle, steps))
-        halves.append(_half(recorded.cut(0, middle), rest, SERVEGEN_FLEET, arguments.solve_s, rules))
-    say("check of the fluid against the fast simulator")
-    trace = days.cut(DAY_STEPS, steps)
-    checked = gaps(trace, options_of(trace, fleet_of(FLEET)), arguments.seed)
-    for key, fluid, simulated in checked:
-        say(f"  {key}: fluid {fluid:.3f}, simulated {simulated:.3f}")
+        halves.append(_half(recorded.cut(0, middle), rest, SERVEGEN_FLEET, arguments, rules))
+    checked = [] if arguments.short else _checked(days.cut(DAY_STEPS, steps), arguments.seed)
     hand_out(_report(halves, checked, notes, arguments, hours, days.cut(DAY_STEPS, steps)), arguments)
     return 0
 
 
-def _half(before: RateTrace, trace: RateTrace, gpus: dict[str, int], solve_s: float, rules: PlanRules) -> Half:
+def _checked(trace: RateTrace, seed: int) -> list[tuple[str, float, float]]:
+    say("check of the fluid against the fast simulator")
+    checked = gaps(trace, options_of(trace, fleet_of(FLEET)), seed)
+    for key, fluid, simulated in checked:
+        say(f"  {key}: fluid {fluid:.3f}, simulated {simulated:.3f}")
+    return checked
+
+
+def _half(
+    before: RateTrace, trace: RateTrace, gpus: dict[str, int], arguments: argparse.Namespace, rules: PlanRules
+) -> Half:
+    solve_s: float = arguments.solve_s
     say(f"{trace.name}: {trace.steps} minutes, {sum(gpus.values())} GPUs")
     compared = compare(before, trace, fleet_of(gpus), solve_s, say, rules)
+    if arguments.short:
+        return Half(trace.name, compared, None)
     small = fleet_of(gpus, FEWER)
     # It starts from a placement made for the smaller fleet in the same way.
     start = Static(before, small, options_of(trace, small), compared.static_share, solve_s)
@@ -120,18 +130,20 @@ def _report(
             f"{prefix}cold_starts": float(moved.cold_starts),
             f"{prefix}static_model_attainment": static.model_attainment,
             f"{prefix}dynamic_model_attainment": moved.model_attainment,
-            f"{prefix}fewer_gpus_attainment": fewer.attainment,
-            f"{prefix}fewer_gpus_gpu_hours_ratio": fewer.gpu_hours / static.gpu_hours,
         }
+        if fewer is not None:
+            figures[f"{prefix}fewer_gpus_attainment"] = fewer.attainment
+            figures[f"{prefix}fewer_gpus_gpu_hours_ratio"] = fewer.gpu_hours / static.gpu_hours
         named = [
             (f"{half.name}: static", static),
             (f"{half.name}: static, chosen the day before", half.compared.usual),
             (f"{half.name}: dynamic", moved),
-            (f"{half.name}: dynamic, fewer GPUs", fewer),
         ]
+        named += [] if fewer is None else [(f"{half.name}: dynamic, fewer GPUs", fewer)]
         table += [row(name, course) for name, course in named]
         courses += named
-    figures["fluid_gap_points"] = sum(abs(a - b) for _, a, b in checked) / max(1, len(checked)) * 100
+    if checked:
+        figures["fluid_gap_points"] = sum(abs(a - b) for _, a, b in checked) / len(checked) * 100
     peaks = sorted((trace.peak_over_mean(place) for place in range(len(trace.models))), reverse=True)
     figures["peak_over_mean_max"], figures["peak_over_mean_15th"] = peaks[0], peaks[14]
     notes = [
