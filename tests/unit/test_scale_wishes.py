@@ -11,6 +11,7 @@ import pytest
 from serai.contracts.admission import GroupLease, ScaleWish
 from serai.contracts.codec import decode, encode
 from serai.contracts.launcher import LauncherState
+from serai.contracts.placement import ActionKind
 from serai.launcher.deployments import Deployment, wished_slots
 from serai.macro_scheduler.leading import Candidate
 from serai.macro_scheduler.membership import Membership, MembershipSettings
@@ -25,6 +26,7 @@ from serai.runtime.bus import BusError, Message
 from unit.fakes import FakeBus
 from unit.test_launcher_lease import Keys
 from unit.test_launcher_service import CHAT, Shell
+from unit.test_placer_service import Site
 
 SCALING = ScalingSettings(start_s=60.0, instances_max=8)
 BUSY = Load(slo_ttft_s=5.0, instances=2, requests=100, ttft_slow_share=0.5, utilisation=0.95)
@@ -159,6 +161,33 @@ def test_those_that_are_of_no_pool_count() -> None:
     length = LengthSpread.about(100)
     raised = as_wished(ModelDemand("m", 1.0, length, length), 5, 2.0, elsewhere=2)
     assert (raised.requests_s, raised.max_replicas) == (9.0, 3), "two of the five are there, and bear their part"
+
+
+def test_a_placer_gives_a_model_as_many_engines_as_its_macro_scheduler_wants_and_takes_them_back(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, "automatic", pools=4)
+
+    def engines() -> int:
+        return sum(pool.models.count("a") for pool in site.pools)
+
+    async def wanted(instances: int) -> int:
+        payload = encode(ScaleWish("a", instances, "placer", 2, 30.0, "utilised 1.2 > 0.9"))
+        site.placer.wants.on_wish(Message("macro.wish.local", payload))
+        await site.look(times=6)
+        return engines()
+
+    async def main() -> None:
+        await site.look(times=3)
+        assert engines() == 1
+        assert await wanted(3) == 3
+        text = "\n".join(site.explain("a").models[0].text)
+        assert "Its macro-scheduler wants 3 engines in all" in text
+        assert await wanted(1) == 1
+        stops = [action for action in site.explain().plan.actions if action.kind is ActionKind.STOP]  # type: ignore[union-attr]
+        assert all("no more" in action.why for action in stops)
+
+    asyncio.run(main())
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------

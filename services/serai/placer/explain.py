@@ -46,7 +46,11 @@ def _word(model: PlacedModel, decision: Decision, situation: Situation) -> Model
 def _demand_lines(facts: ModelFacts, model: PlacedModel, situation: Situation) -> list[str]:
     demand, seen = facts.demand, situation.usage.get(model.name, NOTHING_SEEN)
     lines = []
-    if demand.planned_requests_s <= 0:
+    wished = situation.wished.get(model.name)
+    if wished is not None:
+        most = f"{demand.planned_requests_s:.2f} requests/s are planned for, and {demand.max_replicas} at most"
+        lines.append(f"Its macro-scheduler wants {_counted(wished, 'engine')} in all: {most}.")
+    elif demand.planned_requests_s <= 0:
         lines.append("Nobody asks for it now" + _since(seen.unused_s, situation) + ".")
     elif seen.requests_s > model.demand.requests_s:
         window = f"over the last {situation.file.demand_window_s:.0f} s"
