@@ -79,7 +79,7 @@ class Instance:
         headers = {"content-type": "application/json"}
         request = InferenceRequest(name, PATH, len(body), 1, 65536, 60.0, headers=headers, stream=True, lease=lease)
         events = 0
-        async with self.client.stream(self.session, 1, request, body) as stream:
+        with self.client.stream(self.session, 1, request, body) as stream:
             await stream.head()
             while (data := await stream.data()) is not None:
                 events += data.count(b"data:")

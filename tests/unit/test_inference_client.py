@@ -120,7 +120,7 @@ def in_loop(test: Callable[..., Any]) -> Any:
 
 @in_loop
 async def test_the_request_goes_out_with_its_body_and_the_answer_comes_back(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream("s7", b'{"a":1}') as stream:
+    with gateway.stream("s7", b'{"a":1}') as stream:
         (message,) = gateway.bus.take()
         request, body = message.frames
         assert (message.subject, message.reply) == ("inference.s7", stream.reply)
@@ -140,7 +140,7 @@ async def test_the_request_goes_out_with_its_body_and_the_answer_comes_back(gate
 
 @in_loop
 async def test_data_wakes_the_reader_as_it_comes(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         reading = asyncio.ensure_future(stream.head())
         await asyncio.sleep(0)
         frames = answer(stream, b"one", b"two", b"three")
@@ -156,7 +156,7 @@ async def test_data_wakes_the_reader_as_it_comes(gateway: Gateway, clock: Clock)
 
 @in_loop
 async def test_frames_of_several_streams_in_one_message_find_their_own(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as one, gateway.stream() as other:
+    with gateway.stream() as one, gateway.stream() as other:
         mixed = [frame for pair in zip(answer(one, b"a"), answer(other, b"b"), strict=True) for frame in pair]
         gateway.deliver(*mixed, Frame(DATA, 999, 1, 0, b"of nobody"))
         assert (await read_all(one), await read_all(other)) == (b"a", b"b")
@@ -172,7 +172,7 @@ def test_body_frames_go_out_as_they_are_credited(full_frames: int, more: int, cr
         size = gateway.client.body_frame_bytes
         body = bytes(number % 251 for number in range(max(0, full_frames * size + more)))
         count = -(-len(body) // size)
-        async with gateway.stream(body=body) as stream:
+        with gateway.stream(body=body) as stream:
             sent, allowed = gateway.told(FrameKind.BODY), 1
             for upto in credits:
                 allowed = max(allowed, upto)
@@ -190,7 +190,7 @@ def test_body_frames_go_out_as_they_are_credited(full_frames: int, more: int, cr
 
 @in_loop
 async def test_credit_for_the_body_after_the_end_sends_nothing(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream(body=b"x" * (gateway.client.body_frame_bytes + 1)) as stream:
+    with gateway.stream(body=b"x" * (gateway.client.body_frame_bytes + 1)) as stream:
         gateway.bus.take()
         stream.fail(InferenceFailure(FailureCode.BUSY, "x"))
         stream.send_body(2)
@@ -202,7 +202,7 @@ async def test_credit_for_the_body_after_the_end_sends_nothing(gateway: Gateway,
 
 @in_loop
 async def test_credit_is_told_each_time_half_a_window_has_been_read(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         half = WINDOW // 2
         frames = answer(stream, b"x" * (half - 1), b"x", b"x" * 100, b"x" * half, b"x")
         gateway.deliver(*frames[:2])
@@ -230,7 +230,7 @@ def test_an_agent_that_obeys_the_window_is_never_stuck(sizes: list[int]) -> None
 
     async def test() -> None:
         gateway = await Gateway().start()
-        async with gateway.stream() as stream:
+        with gateway.stream() as stream:
             gateway.deliver(answer(stream)[0])
             sent = confirmed = 0
             for number, size in enumerate(sizes, start=1):
@@ -253,7 +253,7 @@ def test_an_agent_that_obeys_the_window_is_never_stuck(sizes: list[int]) -> None
 def test_a_gap_is_an_error_after_all_that_came_before_it(lost: int) -> None:
     async def test() -> None:
         gateway = await Gateway().start()
-        async with gateway.stream() as stream:
+        with gateway.stream() as stream:
             frames = answer(stream, b"one", b"two", b"three")
             del frames[lost]
             gateway.deliver(*frames)
@@ -268,7 +268,7 @@ def test_a_gap_is_an_error_after_all_that_came_before_it(lost: int) -> None:
 
 @in_loop
 async def test_a_frame_twice_is_an_error_too(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         frames = answer(stream, b"one")
         gateway.deliver(*frames[:2], frames[1])
         assert await stream.data() == b"one"
@@ -277,7 +277,7 @@ async def test_a_frame_twice_is_an_error_too(gateway: Gateway, clock: Clock) -> 
 
 @in_loop
 async def test_an_end_without_a_head_fails_whoever_waits_for_one(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         reading = asyncio.ensure_future(stream.head())
         await asyncio.sleep(0)
         gateway.deliver(Frame(END, stream.id, 1, 0, encode(ResponseEnd(0))))
@@ -288,7 +288,7 @@ async def test_an_end_without_a_head_fails_whoever_waits_for_one(gateway: Gatewa
 
 @in_loop
 async def test_an_end_that_counts_other_bytes_than_came_is_no_whole_end(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.deliver(*answer(stream, b"x")[:2], Frame(END, stream.id, 1, 2, encode(ResponseEnd(99))))
         assert await stream.data() == b"x"
         assert await failure_of(stream) is FailureCode.FRAME_GAP
@@ -297,7 +297,7 @@ async def test_an_end_that_counts_other_bytes_than_came_is_no_whole_end(gateway:
 
 @in_loop
 async def test_signs_of_life_and_body_credit_stand_outside_the_numbering(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         for frame in answer(stream, b"x"):
             gateway.deliver(
                 Frame(FrameKind.ALIVE, stream.id, 1, 0), frame, Frame(FrameKind.BODY_CREDIT, stream.id, 1, 9)
@@ -307,7 +307,7 @@ async def test_signs_of_life_and_body_credit_stand_outside_the_numbering(gateway
 
 @in_loop
 async def test_late_frames_of_an_earlier_attempt_are_ignored(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream(attempt=2) as stream:
+    with gateway.stream(attempt=2) as stream:
         gateway.deliver(*answer(stream, b"late", attempt=1))
         assert not stream.over
         assert not stream.first_frame_at_s
@@ -317,7 +317,7 @@ async def test_late_frames_of_an_earlier_attempt_are_ignored(gateway: Gateway, c
 
 @in_loop
 async def test_nothing_comes_after_the_end(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.deliver(*answer(stream, b"x"), Frame(DATA, stream.id, 1, 3, b"more"))
         gateway.deliver(Frame(ERROR, stream.id, 1, 4, encode(InferenceFailure(FailureCode.BUSY, "x"))))
         stream.fail(InferenceFailure(FailureCode.BUSY, "x"))
@@ -328,7 +328,7 @@ async def test_nothing_comes_after_the_end(gateway: Gateway, clock: Clock) -> No
 @in_loop
 async def test_the_agents_error_is_raised_as_it_was_said(gateway: Gateway, clock: Clock) -> None:
     failure = InferenceFailure(FailureCode.BUSY, "full", retry_safe=True, retry_after_s=1.5)
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.deliver(Frame(ERROR, stream.id, 1, 0, encode(failure)))
         with pytest.raises(StreamFailed, match="full") as failed:
             await stream.head()
@@ -339,7 +339,7 @@ async def test_the_agents_error_is_raised_as_it_was_said(gateway: Gateway, clock
 def test_a_frame_that_cannot_be_read_ends_the_stream(kind: FrameKind) -> None:
     async def test() -> None:
         gateway = await Gateway().start()
-        async with gateway.stream() as stream:
+        with gateway.stream() as stream:
             gateway.deliver(Frame(kind, stream.id, 1, 0, b"{"))
             assert await failure_of(stream) is FailureCode.FRAME_GAP
             assert stream.end is None
@@ -349,7 +349,7 @@ def test_a_frame_that_cannot_be_read_ends_the_stream(kind: FrameKind) -> None:
 
 @in_loop
 async def test_bytes_that_are_no_frames_harm_nobody(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         (handler,) = gateway.bus.handlers.values()
         handler(Message("_INBOX_test.x.stream.1", b"garbage"))
         handler(Message("_INBOX_test.x.stream.other", b"", no_responders=True))
@@ -359,7 +359,7 @@ async def test_bytes_that_are_no_frames_harm_nobody(gateway: Gateway, clock: Clo
 
 @in_loop
 async def test_nobody_received_the_request(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream("gone") as stream, gateway.stream("there") as other:
+    with gateway.stream("gone") as stream, gateway.stream("there") as other:
         gateway.nobody_there(stream)
         assert await failure_of(stream) is FailureCode.NO_RESPONDERS
         assert gateway.unreachable == ["gone"]
@@ -368,7 +368,7 @@ async def test_nobody_received_the_request(gateway: Gateway, clock: Clock) -> No
 
 @in_loop
 async def test_an_agent_that_leaves_while_it_works_is_told_apart(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.deliver(*answer(stream, b"x")[:2])
         gateway.nobody_there(stream)
         assert await stream.data() == b"x"
@@ -377,10 +377,10 @@ async def test_an_agent_that_leaves_while_it_works_is_told_apart(gateway: Gatewa
 
 @in_loop
 async def test_losing_the_bus_fails_what_runs_and_what_is_started_then(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.bus.lose_connection()
         assert await failure_of(stream) is FailureCode.BUS_LOST
-        async with gateway.stream() as late:
+        with gateway.stream() as late:
             assert await failure_of(late) is FailureCode.BUS_LOST
     assert gateway.client.open_streams == 0
 
@@ -390,7 +390,7 @@ async def test_losing_the_bus_fails_what_runs_and_what_is_started_then(gateway: 
 
 @in_loop
 async def test_a_silent_session_is_asked_after_and_then_given_up(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.bus.take()
         clock.advance(PROBE_AFTER_S - 0.01)
         gateway.client.watch()
@@ -409,7 +409,7 @@ async def test_a_silent_session_is_asked_after_and_then_given_up(gateway: Gatewa
 
 @in_loop
 async def test_a_session_that_works_may_be_silent_for_longer(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         gateway.deliver(Frame(FrameKind.ALIVE, stream.id, 1, 0))
         clock.advance(SILENCE_S)
         gateway.client.watch()
@@ -421,7 +421,7 @@ async def test_a_session_that_works_may_be_silent_for_longer(gateway: Gateway, c
 
 @in_loop
 async def test_signs_of_life_keep_a_stream_going(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream:
+    with gateway.stream() as stream:
         for _ in range(20):
             clock.advance(1.0)
             gateway.deliver(Frame(FrameKind.ALIVE, stream.id, 1, 0))
@@ -431,7 +431,7 @@ async def test_signs_of_life_keep_a_stream_going(gateway: Gateway, clock: Clock)
 
 @in_loop
 async def test_a_client_that_takes_nothing_is_found(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream() as stream, gateway.stream():
+    with gateway.stream() as stream, gateway.stream():
         stream.blocked_since_s = clock.now_s
         clock.advance(60)
         assert gateway.client.stalled(60) == []
@@ -458,7 +458,7 @@ async def end_early(gateway: Gateway, stream: InferenceStream) -> None:
 def test_closing_cancels_at_the_agent_unless_its_end_has_come(ending: Callable[..., Any], cancels: bool) -> None:
     async def test() -> None:
         gateway = await Gateway().start()
-        async with gateway.stream("s3") as stream:
+        with gateway.stream("s3") as stream:
             gateway.bus.take()
             await ending(gateway, stream)
         sent = gateway.bus.take()
@@ -471,16 +471,15 @@ def test_closing_cancels_at_the_agent_unless_its_end_has_come(ending: Callable[.
 
 @in_loop
 async def test_a_request_too_large_to_be_sent_leaves_no_count(gateway: Gateway, clock: Clock) -> None:
-    with pytest.raises(MessageTooLarge):
-        async with gateway.stream(headers={"accept": "x" * gateway.bus.message_bytes_max}):
-            pass
+    with pytest.raises(MessageTooLarge), gateway.stream(headers={"accept": "x" * gateway.bus.message_bytes_max}):
+        pass
     assert (gateway.client.open_streams, gateway.client.in_flight("s")) == (0, 0)
 
 
 @in_loop
 async def test_a_cancelled_reader_cancels_at_the_agent_wherever_it_waits(gateway: Gateway, clock: Clock) -> None:
     async def read(come: int) -> None:
-        async with gateway.stream() as stream:
+        with gateway.stream() as stream:
             gateway.deliver(*answer(stream, b"x")[:come])
             await stream.head()
             await read_all(stream)
@@ -500,9 +499,9 @@ async def test_a_cancelled_reader_cancels_at_the_agent_wherever_it_waits(gateway
 @in_loop
 async def test_waiting_for_idle_ends_with_the_last_stream_or_in_time(gateway: Gateway, clock: Clock) -> None:
     await gateway.client.until_idle(10)
-    async with gateway.stream():
+    with gateway.stream():
         await gateway.client.until_idle(0)
-        async with gateway.stream():
+        with gateway.stream():
             waiting = asyncio.ensure_future(gateway.client.until_idle(10))
             await asyncio.sleep(0)
         for _ in range(3):
@@ -532,7 +531,7 @@ async def walk(history: list[tuple[str, Any]]) -> None:
     opened: list[InferenceStream] = []
     for action, which in [*history, *[("close", 0)] * len(history)]:
         if action == "open":
-            opened.append(await gateway.stream(which).__aenter__())
+            opened.append(gateway.stream(which).__enter__())
         elif action == "lose":
             gateway.bus.lose_connection()
             gateway.bus.connected = True
@@ -542,7 +541,7 @@ async def walk(history: list[tuple[str, Any]]) -> None:
             stream = opened[which % len(opened)]
             if action == "close":
                 gateway.bus.take()
-                await stream.__aexit__(None, None, None)
+                stream.__exit__(None, None, None)
                 opened.remove(stream)
                 cancelled = [message.subject for message in gateway.bus.take()]
                 assert cancelled == [f"cancel.{stream.session}"] * (stream.end is None)
@@ -580,7 +579,7 @@ async def do(gateway: Gateway, stream: InferenceStream, action: str) -> None:
 
 @in_loop
 async def test_a_cancel_lost_with_the_connection_is_said_again_for_a_while(gateway: Gateway, clock: Clock) -> None:
-    async with gateway.stream("s4"):
+    with gateway.stream("s4"):
         gateway.bus.lose_connection()
     gateway.bus.take()
     gateway.bus.reconnect()
@@ -594,7 +593,7 @@ async def test_a_cancel_lost_with_the_connection_is_said_again_for_a_while(gatew
 async def test_streams_of_a_session_whose_connection_closed_are_asked_after_at_once(
     gateway: Gateway, clock: Clock
 ) -> None:
-    async with gateway.stream("s5") as stream, gateway.stream("s6"):
+    with gateway.stream("s5") as stream, gateway.stream("s6"):
         gateway.bus.take()
         gateway.client.ask_after("s5")
         asked = gateway.bus.take()

@@ -240,7 +240,7 @@ class Calls:
                 self._chooser.attempt(call.model, record, time.monotonic) as attempt,
             ):
                 try:
-                    async with stream:
+                    with stream:
                         head = await stream.head()
                         attempt.began()
                         verdict = self._again(call, head)
@@ -276,7 +276,7 @@ class Calls:
         return verdict if verdict.again else None
 
     def _send(self, call: Call, record: SessionRecord, body: bytes) -> InferenceStream:
-        """Hop 3: what goes to the agent; it goes when the stream's `async with` is entered."""
+        """Hop 3: what goes to the agent; it goes when the stream's `with` is entered."""
         content_type = call.headers.get("content-type", "")
         body = body_with_model(call.endpoint, content_type, body, call.asked_model, record.metadata.engine_model)
         if call.hides_usage:
@@ -332,6 +332,8 @@ class Calls:
 
     async def _whole(self, stream: InferenceStream) -> bytes:
         """An answer that is no stream is collected: until its end is known, an error can still be told."""
+        if stream.end is not None and stream.received_bytes <= self._settings.answer_bytes_max:
+            return stream.data_now()  # It has come together with its head, as short ones do.
         chunks: list[bytes] = []
         size = 0
         while (data := await stream.data()) is not None:
@@ -483,7 +485,7 @@ class Calls:
             self._chooser.attempt(call.model, record, time.monotonic) as attempt,
         ):
             try:
-                async with stream:
+                with stream:
                     head = await stream.head()
                     attempt.began()
                     if head.status != 200 or not head.headers.get("content-type", "").startswith("text/event-stream"):

@@ -1,6 +1,6 @@
 """Requests to agents and the frames that come back: one inbox per ingress, a table of streams, no task per stream.
 
-A stream's place in the table is its place in the in-flight count of its session; both end with its `async with`.
+A stream's place in the table is its place in the in-flight count of its session; both end with its `with`.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class InferenceStream:
         self._consumed_bytes = 0
         self._consumed_kib_told = 0
 
-    async def __aenter__(self) -> InferenceStream:
+    def __enter__(self) -> InferenceStream:
         self._client._open(self)
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._client._close(self)
@@ -348,7 +348,7 @@ class InferenceClient:
         return -(-body_bytes // self.body_frame_bytes)
 
     def stream(self, session: str, attempt: int, request: InferenceRequest, body: bytes) -> InferenceStream:
-        """A try of a request; it is sent when its `async with` is entered."""
+        """A try of a request; it is sent when its `with` is entered."""
         stream_id = self._next_id
         self._next_id += 1
         return InferenceStream(self, stream_id, f"{self._inbox}.{stream_id}", session, attempt, request, body)

@@ -161,7 +161,7 @@ class Client:
 
     async def through_agent(self) -> None:
         """One request with one token, whole."""
-        async with self._client.stream(self._session, 1, _request(self._body, stream=False), self._body) as stream:
+        with self._client.stream(self._session, 1, _request(self._body, stream=False), self._body) as stream:
             await stream.head()
             while await stream.data() is not None:
                 pass
@@ -186,7 +186,7 @@ class Client:
         await asyncio.sleep(after_s)
         body = encode(chat_body(tokens=tokens, stream=True))
         try:
-            async with self._client.stream(self._session, 1, _request(body, stream=True), body) as stream:
+            with self._client.stream(self._session, 1, _request(body, stream=True), body) as stream:
                 await stream.head()
                 while (data := await stream.data(self._count)) is not None:
                     self._count(data)
