@@ -183,7 +183,7 @@ def ratio_figures(table: GoodputTable, slices: Sequence[Slice]) -> dict[str, flo
     for cluster, ours, other, level in product(CLUSTERS, OURS, OTHERS, LEVELS):
         here = [where for where in slices if where.cluster == cluster]
         mean, count = average_ratio(table, here, ours, [other], level)
-        name = f"{cluster}_{flat(ours)}_over_{other}_p{level * 100:g}"
+        name = f"{cluster}_{flat(ours)}_over_{flat(other)}_p{level * 100:g}"
         if not count:
             continue
         figures[name] = mean
