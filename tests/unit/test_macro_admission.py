@@ -253,9 +253,23 @@ def test_applied_leases_are_the_reports_own() -> None:
     report = found.report
     assert report is not None
     found.take_report(msgspec.structs.replace(report, sequence=2, applied=2), 0.1)
-    assert (list(found.leases), found.leased_prefill_s, found.leased_kv_tokens) == ([3], 0.5, 500)
+    debit_s = 0.5 - found.predict.prefill_s(1)
+    assert (list(found.leases), found.leased_kv_tokens) == ([3], 500)
+    assert found.leased_prefill_s == pytest.approx(debit_s)
     found.expire(0.2)
     assert (list(found.leases), found.leased_prefill_s, found.leased_kv_tokens) == ([], 0.0, 0)
+
+
+def test_short_prompts_share_the_cost_of_a_step() -> None:
+    step_s, token_s = 0.03, 0.0001
+    predict = StepPredictor(lambda tokens: step_s + tokens * token_s, lambda sequences, context: 0.02)
+    found = InstanceView("a", 0, predict)
+    found.owned(1)
+    for sequence in range(1, 11):
+        promised = msgspec.structs.replace(lease(sequence), prefill_s=predict.prefill_s(20), prompt_tokens=20)
+        found.lease(f"r{sequence}", promised, 0.0)
+    in_one_step_s = predict.prefill_s(11 * 20)
+    assert found.finish_in_s(predict.prefill_s(20), 0.1, 0.0) == pytest.approx(in_one_step_s, abs=2 * 11 * token_s)
 
 
 def test_an_instance_that_lets_long_answers_go_has_no_slack_to_wait_for() -> None:

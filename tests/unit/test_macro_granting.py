@@ -49,7 +49,7 @@ def test_each_place_is_debited_when_it_is_given() -> None:
     assert all(grant.epoch == views[grant.session].epoch for grant in grants)
     for session, view in views.items():
         mine = [grant for grant in grants if grant.session == session]
-        leased_s = sum([pending.lease.prefill_s for pending in view.leases.values()])
+        leased_s = sum([pending.debit_s for pending in view.leases.values()])
         assert view.waiting_prefill_s() == pytest.approx(leased_s + sum([one.prefill_s for one in mine]))
 
 
@@ -85,8 +85,9 @@ def test_what_the_instance_has_counted_is_credited() -> None:
     grants = asked(stand)
     view = stand.group.views["a"]
     before_s = view.waiting_prefill_s()
+    leased_s = next(iter(view.leases.values())).debit_s
     stand.report("a", granted_total=2, applied=1)
-    assert view.waiting_prefill_s() == pytest.approx(before_s - 2 * grants[0].prefill_s - 0.02)
+    assert view.waiting_prefill_s() == pytest.approx(before_s - 2 * grants[0].prefill_s - leased_s)
     stand.report("a", granted_total=len(grants) + 5, applied=1)
     assert view.waiting_prefill_s() == 0
     assert view.leased_kv_tokens == 0

@@ -263,7 +263,7 @@ def test_the_ledger_is_never_negative_and_kv_is_never_promised_twice(steps: list
             stand.now_s += number / 1000
             stand.tell(Tick())
         for view in stand.group.views.values():
-            assert view.leased_prefill_s == pytest.approx(sum(one.lease.prefill_s for one in view.leases.values()))
+            assert view.leased_prefill_s == pytest.approx(sum(one.debit_s for one in view.leases.values()))
             assert view.leased_kv_tokens == sum(one.lease.kv_tokens for one in view.leases.values()) >= 0
             if not any(one.lease.best_effort for one in view.leases.values()) and action == "ask":
                 assert view.report is not None

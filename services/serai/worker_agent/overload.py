@@ -30,8 +30,9 @@ _HOPELESS = 0.2
 """Where prefills may take no more than this share of the time, no slack worth mentioning ever comes."""
 _EVERY_S = 0.5
 _SHARE_OF_NEWEST = 0.5
-_MISSING_TELLS = 2.0
-"""For each that is behind or late now, so many are taken to miss in the end."""
+_MISSING_TELLS_MAX, _MISSING_TELLS = 2.0, 0.6
+"""For each that is behind or late now, so many are taken to miss in the end: at most the first, and the second over the
+share of the time in which slack can be made up for, since where that is large who is behind seldom stays so."""
 _ENTER = 0.05
 """By how much of all requests letting go must be better, by prediction, before it is begun."""
 
@@ -145,6 +146,7 @@ class Overload:
             if share >= offered:
                 break
         needs = held / offered + (0.0 if self.lets_go else _ENTER)
-        seen = held <= _HOPELESS or best > 1.0 - _MISSING_TELLS * self._missing
+        tells = min(_MISSING_TELLS_MAX, _MISSING_TELLS / held) if held else _MISSING_TELLS_MAX
+        seen = held <= _HOPELESS or best > 1.0 - tells * self._missing
         self.lets_go = best > needs and (self.lets_go or seen)
         return self.lets_go
