@@ -104,5 +104,5 @@ def test_what_does_not_answer_is_one_clear_line_and_an_exit_code(system: System)
     ran = tool(system, "health")
     assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)
     assert "cannot reach NATS" in ran.stderr
-    assert tool(system, "registry", "ls", "--state", "asleep").returncode == 2
+    assert tool(system, "registry", "ls", "--state", "dozing").returncode == 2
     assert tool(system, "registry", "ended", "").returncode == 2
