@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
-import yaml
 
 from integration.system import wait_for
-from integration.test_placer import Laptop
-from serai.worker_agent.engine.process import free_port
+from integration.test_placer import Laptop, laptop
 
 ENGINE = ["--gpu", "a800-pcie-80", "--card", "CodeLlama-34b-hf", "--tp", "2", "--mode", "phase-gated"]
 QUICK = {
@@ -52,27 +43,6 @@ PLACEMENT = {
     },
 }
 WORDS = ("caravan", "desert", "inn", "road", "well", "market", "camel", "night", "star", "gate")
-
-
-@contextmanager
-def padg_pool(folder: Path) -> Iterator[Laptop]:
-    ready, given = folder / "ready.json", folder / "placement.yaml"
-    given.write_text(yaml.safe_dump(PLACEMENT))
-    command = [
-        *(sys.executable, "-m", "serai.cli.main", "up", "--policy", "padg", "--pool", "2"),
-        *("--placement-file", str(given), "--port", str(free_port())),
-        *("--state", str(folder / "state"), "--ready-file", str(ready)),
-    ]
-    with (folder / "up.out").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | QUICK)
-    try:
-        wait_for(lambda: ready.exists() or process.poll() is not None, "serai up is up", 60)
-        assert process.poll() is None, (folder / "up.out").read_text()
-        yield Laptop(json.loads(ready.read_text()), folder / "state", process)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        process.wait(40)
 
 
 class Prompts:
@@ -123,7 +93,8 @@ class Prompts:
 
 
 def test_an_instance_comes_when_the_load_rises_joins_the_group_and_is_drained_when_it_falls(tmp_path: Path) -> None:
-    with padg_pool(tmp_path) as here, Prompts(here, 4.0) as load:
+    up = laptop(tmp_path, 2, PLACEMENT, "--policy", "padg", environment=QUICK)
+    with up as here, Prompts(here, 4.0) as load:
         scheduler = lambda: here.log("macro-scheduler")  # noqa: E731
         wait_for(lambda: here.serving("m") == 2, "the model has a second instance", 30)
         assert '"macro.scale"' in scheduler()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -68,19 +69,19 @@ class Laptop:
         return (self.state / "logs" / f"{name}.log").read_text(errors="replace")
 
     def kill(self, name: str) -> None:
-        import os
-
         os.kill(self.facts["pids"][name], signal.SIGKILL)
 
 
 @contextmanager
-def laptop(folder: Path, pools: int, file: dict[str, Any]) -> Iterator[Laptop]:
+def laptop(
+    folder: Path, pools: int, file: dict[str, Any], *more_flags: str, environment: dict[str, str] | None = None
+) -> Iterator[Laptop]:
     ready, given = folder / "ready.json", folder / "placement.yaml"
     given.write_text(yaml.safe_dump(file))
-    flags = ["--pool", str(pools), "--placement-file", str(given), "--port", str(free_port())]
+    flags = ["--pool", str(pools), "--placement-file", str(given), "--port", str(free_port()), *more_flags]
     with (folder / "up.out").open("wb") as out:
         command = [*SERAI, "up", *flags, "--state", str(folder / "state"), "--ready-file", str(ready)]
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | (environment or {}))
     try:
         wait_for(lambda: ready.exists() or process.poll() is not None, "serai up --pool is up", 60)
         assert process.poll() is None, (folder / "up.out").read_text()

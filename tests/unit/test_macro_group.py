@@ -199,15 +199,6 @@ def test_reports_of_strangers_and_of_other_epochs_change_nothing() -> None:
     assert "not a member" in "\n".join(stand.group.explain(""))
 
 
-def test_a_clock_that_goes_back_stands_still() -> None:
-    stand = Stand(("a",))
-    stand.now_s = 10.0
-    stand.report("a", decoding=BUSY)
-    stand.now_s = 5.0
-    stand.report("a", decoding=BUSY)
-    assert stand.group.views["a"].reported_at_s == 10.0
-
-
 def test_an_instance_that_has_gone_gets_nothing_more() -> None:
     stand = Stand()
     stand.tell(Gone("a"))

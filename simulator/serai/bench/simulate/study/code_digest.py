@@ -29,7 +29,13 @@ _MACRO = (
     "serai.contracts.admission",
     "serai.macro_scheduler",
     "serai.simulator.fast.macro_scheduled",
+    "serai.worker_agent.gate_events",
+    "serai.worker_agent.gate_requests",
+    "serai.worker_agent.overload",
     "serai.worker_agent.phase_gate",
+    "serai.worker_agent.slack_book",
+    "serai.worker_agent.step_times",
+    "serai.worker_agent.window_rule",
 )
 
 
