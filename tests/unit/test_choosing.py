@@ -27,9 +27,6 @@ class Fleet:
     def __init__(self, *records: SessionRecord) -> None:
         self.replica = RegistryReplica()
         self.in_flight: dict[str, int] = {}
-        for record in records or [record_of(f"s{n}", allocation=f"a{n}") for n in range(3)]:
-            self.replica.merge(record, NOW, heard=True)
-            self.report(record.session, 0)
         speeds = SessionSpeeds()
         self.chooser = Chooser(
             self.replica,
@@ -37,14 +34,17 @@ class Fleet:
             PolicyChoice("least-loaded", needs=PolicyNeeds(speeds=speeds)),
             speeds,
         )
+        for record in records or [record_of(f"s{n}", allocation=f"a{n}") for n in range(3)]:
+            self.replica.merge(record, NOW, heard=True)
+            self.report(record.session, 0)
 
     def report(self, session: str, in_flight: int) -> None:
         known, record = self.replica.status(session), self.replica.get(session)
         assert record is not None
         sequence = known.sequence + 1 if known else 1
-        self.replica.hear(
-            SessionStatus(session, sequence, record.lifecycle, record.version, 1.0, in_flight=in_flight), NOW
-        )
+        status = SessionStatus(session, sequence, record.lifecycle, record.version, 1.0, in_flight=in_flight)
+        self.replica.hear(status, NOW)
+        self.chooser.reported(status)
 
     def choose(self, *tried: SessionRecord, wish: Wish = WISH) -> str | None:
         record = self.chooser.choose(wish, self.chooser.fitting(wish, NOW), tried, NOW)
@@ -218,3 +218,11 @@ def test_streams_that_were_given_teach_how_fast_their_sessions_are() -> None:
         fleet.chooser.streamed(fleet.record("s1"), usage, 1.0)
     chosen = [fleet.choose() for _ in range(10)]
     assert [chosen.count(session) for session in ("s0", "s1", "s2")] == [6, 2, 2]
+
+
+def test_a_request_of_ours_that_ended_since_the_report_is_nobody_elses() -> None:
+    fleet = Fleet()
+    fleet.in_flight["s0"] = 1
+    fleet.report("s0", 1)  # Comes while ours runs, and is not looked at before that has ended.
+    fleet.in_flight["s0"] = 0
+    assert [fleet.choose() for _ in range(6)] == ["s0", "s1", "s2"] * 2

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from serai.contracts.inference import FailureCode, InferenceFailure
 from serai.contracts.session_record import SessionRecord
+from serai.contracts.status import SessionStatus
 from serai.ingress import retry, time_left
 from serai.ingress.configuration import Configuration, Interchange
 from serai.ingress.endpoints import Endpoint, offered
@@ -240,6 +241,10 @@ class Chooser:
         """It has said that it takes no more. That holds until it tells anew how much it has."""
         status = self._replica.status(session)
         self._full[session] = status.sequence if status is not None else -1
+
+    def reported(self, status: SessionStatus) -> None:
+        """A session's status has just come."""
+        self._share.when_reported(status.session, status.sequence, self._in_flight(status.session))
 
     def _is_full(self, session: str) -> bool:
         if session not in self._full:

@@ -89,7 +89,8 @@ class OwnShare:
     """How many of the requests that a session reports were this ingress's own.
 
     A status comes once a second and counts everyone's requests. Ours have come and gone since, so what others have
-    there is the report less our own count at that time: the one at the first look after the status came.
+    there is the report less our own count when it came: the ends of requests that it still counts come after it, on
+    the same connection. Looked at later, a request of ours that has ended meanwhile would pass for somebody else's.
     """
 
     def __init__(self) -> None:

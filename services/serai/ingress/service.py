@@ -90,6 +90,7 @@ class Ingress:
         speeds = SessionSpeeds()
         policies = PolicyChoice(settings.policy, needs=PolicyNeeds(random.Random(), speeds))
         self._chooser = Chooser(self.replica, self._client.in_flight, policies, speeds, self._cold)
+        self._copy.on_report = self._chooser.reported
         self._wishes = Wishes(self._chooser)
         self._usage = usage
         self._accounting = Accounting(self.replica, usage)

@@ -104,6 +104,8 @@ class RegistryCopy:
         """Called after whatever may have changed this copy."""
         self.on_connection_closed: Callable[[str], None] = lambda session: None
         """Called with each session whose connection the NATS server says has closed."""
+        self.on_report: Callable[[SessionStatus], None] = lambda status: None
+        """Called with each status, after this copy has noted it."""
         self.synced = False
         """Whether a snapshot has been merged since the start; until then "unknown" does not mean "not there"."""
 
@@ -154,10 +156,13 @@ class RegistryCopy:
         elif not 0 < status.interval_s <= INTERVAL_S_MAX:
             text = f"interval_s: {status.interval_s} is not above 0 and up to {INTERVAL_S_MAX:g}"
             self._refusals.note(BAD_FIELD, text, message.subject)
-        elif self.replica.hear(status, time.monotonic()) and (record := self.replica.get(status.session)):
+        else:
+            newer = self.replica.hear(status, time.monotonic())
+            self.on_report(status)
             # One that is not known at all shows in the registry's next beat: only that tells its site.
-            self._wanted[record.metadata.site] = None
-            self._wake.set()
+            if newer and (record := self.replica.get(status.session)):
+                self._wanted[record.metadata.site] = None
+                self._wake.set()
 
     def on_beat(self, message: Message) -> None:
         """The registry's word that it is there, and what it knows, in one number a site."""
