@@ -12,6 +12,7 @@ from serai.placer import baselines
 from serai.placer.demand import BadDemand, LengthSpread, ModelDemand
 from serai.placer.fleet import BadFleet, Fleet, Node
 from serai.placer.options import Option
+from serai.placer.picture import PREDICTED_SLACK, Fairness
 from serai.placer.placement import BadRules, BadRunning, Placed, Placement, Rules, Running, SolveLimits
 from serai.placer.solve import solve
 from serai.placer.verify import violations
@@ -273,6 +274,13 @@ def test_a_shortage_falls_on_the_dear_model_as_far_as_the_rules_let_it(time_s: f
         shares[slack] = (found.served_share["dear"], found.served_share["cheap"])
         assert not violations(fleet, demands, found)
     assert shares == {0.0: (0.5, 0.5), 0.5: (0.25, 0.75), 1.0: (0.0, 1.0)}
+
+
+def test_strict_is_exact_where_rates_were_measured_only() -> None:
+    predicted, measured = option("a", 1.0), replace(option("b", 1.0), measured=True)
+    assert Fairness.STRICT.slack([measured]) == 0.0
+    assert Fairness.STRICT.slack([measured, predicted]) == PREDICTED_SLACK
+    assert Fairness.BALANCED.slack([measured]) == 0.5
 
 
 def test_a_slack_that_is_no_share_is_refused() -> None:

@@ -114,7 +114,7 @@ def decide(
         quota_gpus=situation.file.quotas,
         horizon_s=situation.file.rules.horizon_s,
         useful_s_min=min(300.0, situation.file.rules.horizon_s),
-        worst_share_slack=situation.file.rules.fairness.slack,
+        worst_share_slack=situation.file.rules.fairness.slack(options.feasible),
     )
     demands = [_without_others(one) for one in facts.values()]
     placement = solve(fleet, demands, options.feasible, running, rules, limits, clock=clock)

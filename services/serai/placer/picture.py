@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from serai.contracts.placement import Assignment, RunState
 from serai.placer.demand import ModelDemand
 from serai.placer.options import Option
+
+PREDICTED_SLACK = 0.02
+"""Predicted rates are some ten percent off, so a worst share that is a fiftieth lower is not known to be lower; large
+fleets are solved no more exactly than that either."""
 
 
 class Fairness(StrEnum):
@@ -19,10 +23,12 @@ class Fairness(StrEnum):
     BALANCED = "balanced"
     """It may be down to half of that, where more requests are served in all."""
 
-    @property
-    def slack(self) -> float:
-        """As in `placement.Rules.worst_share_slack`."""
-        return 0.5 if self is Fairness.BALANCED else 0.0
+    def slack(self, options: Iterable[Option]) -> float:
+        """As in `placement.Rules.worst_share_slack`. Where rates are predictions, strict is no stricter than
+        `PREDICTED_SLACK`."""
+        if self is Fairness.BALANCED:
+            return 0.5
+        return 0.0 if all(option.measured for option in options) else PREDICTED_SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

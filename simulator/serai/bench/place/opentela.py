@@ -42,7 +42,8 @@ from serai.placer.baselines import (
     workload_balanced,
 )
 from serai.placer.options import Option, OptionSettings
-from serai.placer.placement import Placement, SolveLimits
+from serai.placer.picture import Fairness
+from serai.placer.placement import Placement, Rules, SolveLimits
 from serai.placer.solve import solve
 
 SOLVE_S = 10.0
@@ -95,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _solved(options: Sequence[Option]) -> Placement:
-    return solve(fleet(), demands(), options, limits=SolveLimits(SOLVE_S), clock=time.perf_counter)
+    rules = Rules(worst_share_slack=Fairness.STRICT.slack(options))
+    return solve(fleet(), demands(), options, rules=rules, limits=SolveLimits(SOLVE_S), clock=time.perf_counter)
 
 
 def _rows(measured: Sequence[Option], ours: Placement, free: Placement) -> list[Row]:

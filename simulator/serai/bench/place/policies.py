@@ -110,7 +110,8 @@ class Dynamic:
         facts = self._facts(now_s)
         demands = [fact.demand for fact in facts]
         running = [Running(e.id, e.option, ((e.node, e.option.gpus),), since_s=now_s - e.started_s) for e in engines]
-        limits, binding = SolveLimits(self.solve_s), Rules(worst_share_slack=self.rules.fairness.slack)
+        limits = SolveLimits(self.solve_s)
+        binding = Rules(worst_share_slack=self.rules.fairness.slack(self.options))
         placement = solve(self.fleet, demands, self.options, running, binding, limits)
         if placement.missing:
             # Not everything that may come can be had: first what is expected.
