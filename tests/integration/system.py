@@ -35,6 +35,17 @@ def wait_for(there: Callable[[], Any], what: str, timeout_s: float = START_TIMEO
     pytest.fail(f"not within {timeout_s:g} s: {what}")
 
 
+def soon(measure: Callable[[], float], bound_s: float, tries: int = 3) -> float:
+    """One of a few measurements (s) that is below `bound_s`: a busy machine holds one or the other up, and makes none
+    shorter. Fails with all of them."""
+    took_s: list[float] = []
+    while len(took_s) < tries:
+        took_s.append(measure())
+        if took_s[-1] < bound_s:
+            return took_s[-1]
+    pytest.fail(f"each time more than {bound_s:g} s: {took_s}")
+
+
 @dataclass
 class Process:
     """A child process with its output in a file."""

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
 from integration.nats_parts import until
-from integration.system import Process, System, private_system, wait_for
+from integration.system import Process, System, private_system, soon, wait_for
 from serai.contracts.admission import (
     AdmissionAnswer,
     AdmissionAnswers,
@@ -138,11 +139,12 @@ class Asker:
     async def granted(self, timeout_s: float) -> Lease:
         """Asks until somebody grants, as clients do that come one after the other."""
         give_up_at_s = time.monotonic() + timeout_s
+        asked: set[str] = set()
         while time.monotonic() < give_up_at_s:
-            name = self.ask()
+            asked.add(self.ask())
             await asyncio.sleep(0.03)
             for one in self.answers:
-                if one.request_id == name and one.lease is not None:
+                if one.request_id in asked and one.lease is not None:  # A busy machine may answer the last but one.
                     return one.lease
         raise AssertionError(f"no lease within {timeout_s:g} s")
 
@@ -215,9 +217,16 @@ def test_a_leader_that_is_killed_or_hangs_is_succeeded_and_old_epochs_are_over(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     """Of the killed one NATS says at once that it has gone; the other one's lease must run out."""
+    killed = how is signal.SIGKILL
+    took_s = soon(lambda: succession(Path(mkdtemp(dir=tmp_path)), how), LEASE_S if killed else LEASE_S + 1.5)
+    assert killed or took_s > LEASE_S / 2
 
-    async def story() -> None:
-        async with place(tmp_path) as here:
+
+def succession(folder: Path, how: signal.Signals) -> float:
+    """How long nobody grants (s)."""
+
+    async def story() -> float:
+        async with place(folder) as here:
             first, second = scheduler(here.system), scheduler(here.system)
             lease = await here.asker.granted(15)
             await until(lambda: leads(first) or leads(second), "one leads")
@@ -236,9 +245,7 @@ def test_a_leader_that_is_killed_or_hangs_is_succeeded_and_old_epochs_are_over(
             assert leads(follower)
             if how is signal.SIGKILL:
                 assert here.asker.absent or took_s < 0.2
-                assert took_s < LEASE_S
             else:
-                assert LEASE_S / 2 < took_s < LEASE_S + 1.5
                 leader.popen.send_signal(signal.SIGCONT)
                 await asyncio.sleep(0.3)  # It wakes, and answers nothing.
                 here.asker.answers.clear()
@@ -249,22 +256,25 @@ def test_a_leader_that_is_killed_or_hangs_is_succeeded_and_old_epochs_are_over(
             after = [instance.epoch for instance in here.instances]
             assert all(new > old for new, old in zip(after, before, strict=True))
             assert again.epoch in after
+            return took_s
 
-    asyncio.run(story())
+    return asyncio.run(story())
 
 
 def test_a_leader_that_is_told_to_stop_hands_over_sooner(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with place(tmp_path) as here:
+    async def story() -> float:
+        async with place(Path(mkdtemp(dir=tmp_path))) as here:
             first = scheduler(here.system)
             await here.asker.granted(15)
             second = scheduler(here.system)
             await until(lambda: "macro.ready" in second.log, "the second is there")
             await asyncio.sleep(LEASE_S / 3)  # It has seen the first one's beat.
             assert await asyncio.to_thread(first.terminate) == 0
-            await here.asker.granted(LEASE_S)
+            stopped_s = time.monotonic()
+            await here.asker.granted(15)
+            return time.monotonic() - stopped_s
 
-    asyncio.run(story())
+    soon(lambda: asyncio.run(story()), LEASE_S)
 
 
 def test_who_waits_is_told_so_at_once_and_by_the_next_leader_too(tmp_path: Path) -> None:
