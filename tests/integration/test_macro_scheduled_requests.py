@@ -40,7 +40,8 @@ def system(tmp_path: Path) -> Iterator[System]:
     """Registry, ingress and two agents; who schedules is the test's."""
     with private_system(tmp_path) as made:
         made.start_registry()
-        made.start_ingress("--policy", "macro-scheduled", "--admission-patience-s", "0.1")
+        # Patience for a busy machine: who answers late counts as silent.
+        made.start_ingress("--policy", "macro-scheduled", "--admission-patience-s", "0.5")
         first, second = (made.start_agent(*GATED, wait=False) for _ in range(2))
         for agent in (first, second):
             wait_for(lambda: "agent.serving" in agent.log, "agent serves")  # noqa: B023
@@ -94,7 +95,7 @@ def test_requests_get_leases_are_refused_early_and_outlive_their_scheduler(syste
         began_s = time.monotonic()
         # Stricter than what places are given in advance for, so each has to be asked for.
         assert [ask(client, **{"x-slo-ttft-ms": "4000"}).status_code for _ in range(3)] == [200] * 3
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < 5
         assert admissions(system)["silent"] > before["silent"]
         scheduler.popen.send_signal(signal.SIGCONT)
         scheduler.kill()
