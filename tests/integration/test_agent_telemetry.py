@@ -119,11 +119,10 @@ def test_engine_s_work_is_told_while_it_runs_and_when_it_has_ended(small_system:
         streams.enter_context(stream_open(small_system, x_slo_tpot_ms="200"))
         streams.enter_context(stream_open(small_system))
         busy = hearing.until(
-            lambda said: said.running == 3 and bool(said.decode_tokens_per_s) and said.phase is Phase.DECODE
+            # 150 by the clock, as soon as all three ran for all of the time between two looks; the machine may be busy.
+            lambda said: said.running == 3 and 30 < (said.decode_tokens_per_s or 0) < 200 and said.phase is Phase.DECODE
         )
         assert busy.in_flight == 3
-        assert busy.decode_tokens_per_s is not None
-        assert 30 < busy.decode_tokens_per_s < 200  # 150 by the clock; the machine may be busy.
         assert busy.slack is not None
         assert busy.slack.streams == 2
         assert busy.slack.mean_s > 0  # They come ten times as fast as they have to.

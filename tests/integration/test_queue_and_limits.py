@@ -106,7 +106,7 @@ def test_in_an_overload_refusals_are_early_and_what_retry_after_says_is_true(sys
             await asyncio.gather(*await flood(client, 8))  # From now on it is known how long requests take.
             began_s = time.monotonic()
             waiting = await flood(urgent, 48)
-            await asyncio.to_thread(wait_for, lambda: house.metric("serai_ingress_queue_depth") >= 28, "they wait")
+            await asyncio.to_thread(wait_for, lambda: house.metric("serai_ingress_queue_depth") >= 20, "they wait")
             headers = {"x-slo-ttft-ms": "300"}
             refused_s = time.monotonic()
             refused = await chat(client, headers)
@@ -135,6 +135,7 @@ def test_projects_take_turns_and_urgent_ones_go_first(system: System) -> None:
     house.start_ingress()
     house.start_agent()
     order: list[str] = []
+    done_before: list[int] = []
 
     async def asks(client: httpx2.AsyncClient, who: str, headers: dict[str, str] | None = None) -> None:
         assert (await chat(client, headers)).status_code == 200
@@ -143,17 +144,20 @@ def test_projects_take_turns_and_urgent_ones_go_first(system: System) -> None:
     async def main() -> None:
         async with house.client("a") as a, house.client("b") as b, house.client("urgent") as urgent:
             many = [asyncio.create_task(asks(a, "a")) for _ in range(40)]
-            await asyncio.to_thread(wait_for, lambda: house.metric("serai_ingress_queue_depth") >= 26, "they wait")
+            await asyncio.to_thread(wait_for, lambda: house.metric("serai_ingress_queue_depth") >= 20, "they wait")
+            done_before.append(len(order))
             few = [asyncio.create_task(asks(b, "b")) for _ in range(8)]
             low = asyncio.create_task(asks(urgent, "lowered", {"x-priority": "batch"}))
             first = asyncio.create_task(asks(urgent, "urgent"))
             await asyncio.gather(*many, *few, low, first)
 
     run(main())
-    # What was running, or had its turn, when the others came; then the urgent one, and the two projects in turn.
-    assert order.index("urgent") <= 14, order
+    # What was done or was running when the others came, and twice as many as run at once for a machine that is slow to
+    # bring them; then the urgent one, and the two projects in turn.
+    (done,) = done_before
+    assert order.index("urgent") <= done + 12, order
     last = max(place for place, who in enumerate(order) if who == "b")
-    assert order[:last].count("a") <= 26, order
+    assert order[:last].count("a") <= done + 20 < 40, order
     assert order.index("lowered") >= len(order) - 6, order
 
 
