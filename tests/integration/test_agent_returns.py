@@ -70,7 +70,7 @@ def test_an_agent_that_was_away_too_long_ends_and_is_known_to_have_left(system: 
     system.wait_for_sessions(1)
     system.wait_for_sessions(1, model="patient")
     nats.kill()
-    wait_for(lambda: "bus.disconnected" in agent.log, "the agent notices", 5)
+    wait_for(lambda: "bus.disconnected" in agent.log, "the agent notices")
     time.sleep(1.6)
     system.start_nats()
     assert agent.popen.wait(20) == 1

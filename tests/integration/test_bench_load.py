@@ -102,7 +102,7 @@ def test_errors_are_counted_and_the_run_goes_on(
     engine: Engine, fault: dict[str, object], stream: bool, error: str
 ) -> None:
     engine.ask("/emulator/faults", fault | {"count": 3})
-    outcome = engine.load(tokens=4, stream=stream, warmup_s=0.0, timeout_s=0.1, duration_s=1.6)
+    outcome = engine.load(tokens=4, stream=stream, warmup_s=0.0, timeout_s=0.4, duration_s=2.4)
     assert outcome.errors == {error: 3}
     assert outcome.completed > 0
 

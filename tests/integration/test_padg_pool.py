@@ -96,11 +96,11 @@ def test_an_instance_comes_when_the_load_rises_joins_the_group_and_is_drained_wh
     up = laptop(tmp_path, 2, PLACEMENT, "--policy", "padg", environment=QUICK)
     with up as here, Prompts(here, 4.0) as load:
         scheduler = lambda: here.log("macro-scheduler")  # noqa: E731
-        wait_for(lambda: here.serving("m") == 2, "the model has a second instance", 30)
+        wait_for(lambda: here.serving("m") == 2, "the model has a second instance")
         assert '"macro.scale"' in scheduler()
         assert '"placer.wish"' in here.log("placer")
         load.rate = 0.5
-        wait_for(lambda: here.serving("m") == 1, "one instance is drained", 40)
+        wait_for(lambda: here.serving("m") == 1, "one instance is drained")
         assert '"change":-1' in scheduler().replace(" ", "")
     assert load.faults == []
     assert load.whole >= 10

@@ -64,7 +64,7 @@ def test_looking_explaining_and_ending(small_system: System) -> None:
     assert ended.returncode == 0, ended.stderr
     rows = said(small_system, "registry", "ls", "--all")["sessions"]
     assert {row["model"]: row["state"] for row in rows} == {"m": "serving", "other": "left"}
-    wait_for(lambda: small_system.sessions("other") == 0, "the ingress has heard of it", 1)
+    wait_for(lambda: small_system.sessions("other") == 0, "the ingress has heard of it", 5)
     assert "has left" in said(small_system, "registry", "explain", session)["remedy"]
     other.popen.send_signal(signal.SIGCONT)
     wait_for(lambda: other.popen.poll() is not None, "an agent whose session was ended does not go on", 15)

@@ -19,7 +19,7 @@ from serai.runtime.nats_bus import NatsAddress, NatsBus
 from serai.runtime.nats_stream import NatsStream, PullConsumer, StreamLimits
 
 SITE = "local"
-LIMITS = StreamLimits(1024 * 1024, ack_wait_s=0.5)
+LIMITS = StreamLimits(1024 * 1024, ack_wait_s=2.0)  # Longer than a busy machine needs for an acknowledgement.
 
 
 def record(number: int, **fields: str) -> UsageRecord:

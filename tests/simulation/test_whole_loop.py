@@ -18,7 +18,7 @@ def test_an_hour_takes_no_time_and_is_an_hour() -> None:
 
     began_s = time.monotonic()
     assert run(main()) == pytest.approx(3600, abs=1e-6)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 60  # Of an hour.
 
 
 def test_timers_run_by_time_and_those_of_one_instant_in_the_order_they_were_set() -> None:
