@@ -105,9 +105,9 @@ def metric(client: httpx2.Client, name: str) -> float:
 def assert_nothing_left(system: System, *agents: Process) -> None:
     for agent in agents:
         with system.engine(agent) as engine:
-            wait_for(lambda: engine.get("/emulator/state").json()["running"] == 0, "the engine is free", 2)
+            wait_for(lambda: engine.get("/emulator/state").json()["running"] == 0, "the engine is free", 10)
     with system.client() as client:
-        wait_for(lambda: metric(client, "serai_ingress_requests_in_flight") == 0, "nothing in flight", 3)
+        wait_for(lambda: metric(client, "serai_ingress_requests_in_flight") == 0, "nothing in flight", 10)
 
 
 @pytest.fixture

@@ -33,6 +33,6 @@ def test_engines_are_freed_when_their_ingress_is_killed(system: System) -> None:
     with system.engine(agent) as engine:
         assert engine.get("/emulator/state").json()["running"] == 1
         ingress.kill()
-        wait_for(lambda: engine.get("/emulator/state").json()["running"] == 0, "the engine is free", 5)
+        wait_for(lambda: engine.get("/emulator/state").json()["running"] == 0, "the engine is free", 10)
     reader.join(20)
     assert "agent.reader_gone" in agent.log

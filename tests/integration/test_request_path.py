@@ -47,6 +47,11 @@ class Tap:
         await self._agent_side.aclose()
         await self._ingress_side.aclose()
 
+    async def settle(self) -> None:
+        """What passed before this, is here on both connections."""
+        await self._agent_side.barrier()
+        await self._ingress_side.barrier()
+
     def frames(self, *kinds: FrameKind) -> list[tuple[str, Frame]]:
         seen = ((m.subject, frame) for m in self.messages if m.data[:1] != b"{" for frame in decode_frames(m.data))
         return [(subject, frame) for subject, frame in seen if frame.kind in kinds]
@@ -72,6 +77,7 @@ async def walk(system: System) -> None:
         async with httpx2.AsyncClient(base_url=system.url, headers=headers, timeout=20) as client:
             answer = await client.post("/v1/chat/completions", content=BODY)
         await asyncio.to_thread(wait_for, lambda: tap.frames(FrameKind.END), "the END frame passes")
+        await tap.settle()
         for _, step in HOPS:
             step(tap, answer)
 

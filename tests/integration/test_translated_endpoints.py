@@ -98,7 +98,7 @@ def test_an_answer_is_the_same_whole_and_streamed_and_broken_streams_go_on(small
             break
     assert resumed(small_system), "a cut stream went on, and nobody could see it"
     for agent in agents:
-        wait_for(lambda agent=agent: is_idle(small_system, agent), "nothing is left", 5)
+        wait_for(lambda agent=agent: is_idle(small_system, agent), "nothing is left", 20)
 
 
 def test_a_client_that_leaves_frees_the_engine_and_one_that_waits_is_told_so(system: System) -> None:
@@ -113,7 +113,7 @@ def test_a_client_that_leaves_frees_the_engine_and_one_that_waits_is_told_so(sys
         assert next(events) == ("ping", {"type": "ping"})
         assert next(name for name, _ in events if name != "ping") == "message_start"
         assert not is_idle(system, agent)
-    wait_for(lambda: is_idle(system, agent), "the engine is free", 2)
+    wait_for(lambda: is_idle(system, agent), "the engine is free", 10)
 
 
 def test_an_engine_that_has_them_is_asked_itself(small_system: System) -> None:

