@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from integration.system import port_answers, wait_for
+from integration.system import freeze, port_answers, wait_for
 from serai.cli.embedded_nats import EmbeddedNats, server_binary
 from serai.runtime.nats_bus import NatsAddress, NatsBus
 from serai.worker_agent.engine.process import free_port
@@ -51,7 +51,10 @@ class Server:
 
     def send(self, number: signal.Signals) -> None:
         assert self.popen
-        self.popen.send_signal(number)
+        if number is signal.SIGSTOP:
+            freeze(self.popen.pid)
+        else:
+            self.popen.send_signal(number)
 
     @property
     def log(self) -> str:

@@ -46,6 +46,17 @@ def soon(measure: Callable[[], float], bound_s: float, tries: int = 3) -> float:
     pytest.fail(f"each time more than {bound_s:g} s: {took_s}")
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP, and until no thread runs any more: on another processor one may go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stands() -> bool:
+        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    wait_for(stands, f"process {pid} stands still")
+
+
 @dataclass
 class Process:
     """A child process with its output in a file."""

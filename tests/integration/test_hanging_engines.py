@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from integration.system import Process, System, soon, wait_for
+from integration.system import Process, System, freeze, soon, wait_for
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Tell me of caravans."}]}
 STREAM = CHAT | {"stream": True, "max_tokens": 100_000}
@@ -104,7 +104,7 @@ def test_a_frozen_engine_process_is_a_hang_and_its_thaw_ends_it(small_system: Sy
 
     def frozen_s() -> float:
         with streaming(small_system, STREAM, 5) as came_at_s:
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
             try:
                 time.sleep(0.1)
                 took_s = seconds_until_unrouted(small_system, came_at_s[-1])

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from integration.system import System, private_system, wait_for
+from integration.system import System, freeze, private_system, wait_for
 from serai.contracts.admission import (
     AdmissionAnswer,
     AdmissionAnswers,
@@ -90,7 +90,7 @@ def test_requests_get_leases_are_refused_early_and_outlive_their_scheduler(syste
         assert hopeless.json()["error"]["code"] == "target_unreachable"
         assert int(hopeless.headers["retry-after"]) >= 1
 
-        scheduler.popen.send_signal(signal.SIGSTOP)
+        freeze(scheduler.popen.pid)
         before = admissions(system)
         began_s = time.monotonic()
         # Stricter than what places are given in advance for, so each has to be asked for.

@@ -16,7 +16,7 @@ from tempfile import mkdtemp
 import pytest
 
 from integration.nats_parts import until
-from integration.system import Process, System, private_system, soon, wait_for
+from integration.system import Process, System, freeze, private_system, soon, wait_for
 from serai.contracts.admission import (
     AdmissionAnswer,
     AdmissionAnswers,
@@ -224,6 +224,7 @@ def test_a_leader_that_is_killed_or_hangs_is_succeeded_and_old_epochs_are_over(
 
 def succession(folder: Path, how: signal.Signals) -> float:
     """How long nobody grants (s)."""
+    killed = how is signal.SIGKILL
 
     async def story() -> float:
         async with place(folder) as here:
@@ -238,12 +239,12 @@ def succession(folder: Path, how: signal.Signals) -> float:
             assert "█" in text
             before = [instance.epoch for instance in here.instances]
             killed_at_s = time.monotonic()
-            leader.popen.send_signal(how)
+            leader.kill() if killed else freeze(leader.popen.pid)
             here.asker.answers.clear()
             again = await here.asker.granted(LEASE_S + 4)
             took_s = time.monotonic() - killed_at_s
             assert leads(follower)
-            if how is signal.SIGKILL:
+            if killed:
                 assert here.asker.absent or took_s < 0.2
             else:
                 leader.popen.send_signal(signal.SIGCONT)
