@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.system import Process, System, wait_for
+from integration.system import Process, System, freeze, wait_for
 from integration.test_hanging_engines import engine_of
 from serai.cli.up import small_model
 from unit.test_engine_surroundings import listening_child
@@ -152,6 +152,7 @@ def test_h21_engines_started_at_once_get_ports_of_their_own(small_system: System
     assert len({small_system.engine_port(agent) for agent in agents}) == 4
 
 
+@pytest.mark.alone  # Any agent that starts meanwhile, a test's beside it too, would end what is left behind.
 def test_h40_what_a_killed_agent_left_behind_is_ended_before_the_next_engine_starts(small_system: System) -> None:
     """The engine's worker is in a session of its own, so it outlives agent and engine."""
     note = small_system.folder / "worker"
@@ -180,7 +181,7 @@ def test_h36_an_engine_that_hangs_for_long_is_started_anew(small_system: System)
     small_system.wait_for_sessions(1)
     frozen = engine_of(agent)
     with small_system.client(90) as client:
-        os.kill(frozen, signal.SIGSTOP)
+        freeze(frozen)
         answer = client.post("/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 50})
         assert answer.status_code >= 500 or '"error"' in answer.text
     wait_for(lambda: agent.log.count("agent.serving") == 2, "it serves again", 60)
