@@ -89,14 +89,19 @@ def test_a_peer_that_does_not_start_is_named_and_the_others_are_measured(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_running_when_it_is_stopped(environment: dict[str, str], number: signal.Signals) -> None:
     command = [*BENCH, "gateway", *SHORT, "--rounds", "50", "--targets", "direct,serai"]
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    errors = cast(IO[str], running.stderr)
-    for line in errors:
-        if "round 1/50" in line:
-            break
-    running.send_signal(number)
-    assert running.wait(60) != 0
-    errors.close()
+    # A shell's background job ignores SIGINT, and so would all that it starts.
+    command = ["env", "--default-signal=INT", *command]
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as running:
+        try:
+            for line in cast(IO[str], running.stderr):
+                if "round 1/50" in line:
+                    break
+            running.send_signal(number)
+            assert running.wait(60) != 0
+        finally:
+            running.kill()  # Else the next test is blamed for what it left.
     give_up_at_s = time.monotonic() + 30
     while (left := left_over(environment)) and time.monotonic() < give_up_at_s:
         time.sleep(0.05)
