@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,18 @@ def soon(measure: Callable[[], float], bound_s: float, tries: int = 3) -> float:
         if took_s[-1] < bound_s:
             return took_s[-1]
     pytest.fail(f"each time more than {bound_s:g} s: {took_s}")
+
+
+def children_of(pid: int) -> dict[int, bytes]:
+    """Command lines of its children, by process. Threads and children that end while we look are left out: an agent
+    asks for its GPUs by a command now and then."""
+    found: dict[int, bytes] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in task.read_text().split():
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes()
+    return found
 
 
 def freeze(pid: int) -> None:

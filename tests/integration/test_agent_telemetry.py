@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from integration import leaky_engine
-from integration.system import Process, System, wait_for
+from integration.system import Process, System, children_of, wait_for
 from serai.contracts.codec import decode
 from serai.contracts.session_record import Lifecycle, SessionRecord
 from serai.contracts.status import Phase, SessionStatus
@@ -104,8 +104,7 @@ def metrics_of(port: int) -> dict[str, float]:
 
 def engine_of(agent: Process) -> int:
     """The process of the agent's engine."""
-    tasks = Path(f"/proc/{agent.popen.pid}/task")
-    return int(next(words[0] for task in tasks.iterdir() if (words := (task / "children").read_text().split())))
+    return next(pid for pid, line in children_of(agent.popen.pid).items() if b"--port" in line)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

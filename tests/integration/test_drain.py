@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.system import Process, System, wait_for
+from integration.system import Process, System, children_of, wait_for
 from integration.test_continuation import Heard, listen, metric
 from serai.contracts.codec import decode, encode
 from serai.contracts.drain import DrainAnswer, DrainRequest
@@ -240,6 +240,5 @@ def test_h39_a_sigterm_to_the_engine_of_a_job_cuts_nothing(small_system: System,
 
 def engine_pid(system: System, agent: Process) -> int:
     """The child of the agent that listens on its engine's port."""
-    children = Path(f"/proc/{agent.popen.pid}/task/{agent.popen.pid}/children").read_text().split()
     wanted = f"\0{system.engine_port(agent)}\0".encode()
-    return next(int(child) for child in children if wanted in Path(f"/proc/{child}/cmdline").read_bytes())
+    return next(pid for pid, line in children_of(agent.popen.pid).items() if wanted in line)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.system import Process, System, wait_for
+from integration.system import Process, System, children_of, wait_for
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 ENGINE = """
@@ -46,9 +46,7 @@ def start_agent(system: System, *flags: str) -> Process:
 
 def engines_of(agent: Process) -> set[int]:
     """Its children that serve."""
-    children = Path(f"/proc/{agent.popen.pid}/task").glob("*/children")
-    pids = {int(pid) for file in children for pid in file.read_text().split()}
-    return {pid for pid in pids if b"serai.engine_emulator" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid, line in children_of(agent.popen.pid).items() if b"serai.engine_emulator" in line}
 
 
 def test_two_engines_are_two_sessions_with_half_of_the_gpus_each_and_fail_and_drain_on_their_own(

@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 
-from integration.system import Process, System, freeze, soon, wait_for
+from integration.system import Process, System, children_of, freeze, soon, wait_for
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Tell me of caravans."}]}
 STREAM = CHAT | {"stream": True, "max_tokens": 100_000}
@@ -65,8 +64,7 @@ def seconds_until_unrouted(system: System, since_s: float) -> float:
 
 def engine_of(agent: Process) -> int:
     """The process of the agent's engine."""
-    tasks = Path(f"/proc/{agent.popen.pid}/task")
-    return int(next(words[0] for task in tasks.iterdir() if (words := (task / "children").read_text().split())))
+    return next(pid for pid, line in children_of(agent.popen.pid).items() if b"--port" in line)
 
 
 def stays_routed(system: System, agent: Process, while_it: threading.Thread) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from integration.steady_client import Told, sessions_in
-from integration.system import Process, System, wait_for
+from integration.system import Process, System, children_of, wait_for
 from serai.cli.embedded_nats import server_binary
 
 OUTAGE_S = float(os.environ.get("SERAI_OUTAGE_S", "6"))
@@ -78,14 +78,10 @@ class Stream:
         return [choice["finish_reason"] for choice in self.choices if choice.get("finish_reason")]
 
 
-def pids(processes: list[Process]) -> dict[int, tuple[str, ...]]:
+def pids(processes: list[Process]) -> dict[int, tuple[int, ...]]:
     """By process of ours that runs, its children: an agent's engine."""
     return {
-        process.popen.pid: tuple(
-            pid
-            for tasks in Path(f"/proc/{process.popen.pid}/task").glob("*/children")
-            for pid in tasks.read_text().split()
-        )
+        process.popen.pid: tuple(children_of(process.popen.pid))
         for process in processes
         if process.popen.poll() is None
     }
