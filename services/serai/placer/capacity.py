@@ -89,11 +89,10 @@ def capacity(
         return f"holds {kv_tokens} tokens; a long request (p99) needs {longest:.0f}"
     fitting = int(kv_tokens // (traffic.prompt.mean + traffic.output.mean))
     most = max(1, min(concurrency_max * stages, fitting))
-    room = (
-        "memory for keys and values" if fitting < concurrency_max * stages else f"{concurrency_max} sequences a batch"
-    )
+    short_of_memory = fitting < concurrency_max * stages
+    room = "memory for keys and values" if short_of_memory else f"{concurrency_max} sequences a batch"
     if traffic.saturated:
-        anew = RECOMPUTED * traffic.output.mean / traffic.prompt.mean if fitting < concurrency_max * stages else 0.0
+        anew = RECOMPUTED * traffic.output.mean / traffic.prompt.mean if short_of_memory else 0.0
         return _found(_point(model, habits, traffic, most, most, stages, anew), most, room)
     if refused := _refused(_point(model, habits, traffic, 1, 1, stages), traffic):
         return f"{refused} even for one request at a time"
