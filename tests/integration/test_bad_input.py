@@ -106,7 +106,7 @@ def test_an_engine_that_dies_at_start_is_told_with_its_last_lines(small_system: 
         (["--model", "m", "--engine", "tgi", "--", "x"], "--engine 'tgi': must be auto or one of"),
         (["--", "x"], "--model (or SERAI_MODEL) is required"),
         (["--model", "m", "--status-interval-s", "0", "--", "x"], "--status-interval-s 0: must be above 0"),
-        (["--model", "m", "--concurrency-max", "many", "--", "x"], "--concurrency-max: 'many' is not a valid int"),
+        (["--model", "m", "--concurrency-max", "many", "--", "x"], "--concurrency-max: 'many' is not a whole number"),
         (["--model", "m", "--engine-url", "127.0.0.1:8000"], "not an http:// or https:// address"),
     ],
 )

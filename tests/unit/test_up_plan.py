@@ -44,3 +44,23 @@ def test_padg_with_a_pool_runs_engines_that_it_can_show_its_work_on(tmp_path: Pa
 def test_what_somebody_has_set_of_scaling_stays() -> None:
     assert pool_scaling({})["SERAI_SCALING_BY"] == "placer"
     assert "SERAI_SCALING_WINDOW_S" not in pool_scaling({"SERAI_SCALING_WINDOW_S": "3"})
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--engine-args", "'--ttft-ms 5"), '--engine-args "\'--ttft-ms 5": No closing quotation'),
+        (("--policy", "fastest"), "--policy 'fastest': must be padg or one of least-loaded, "),
+        (("--ready-file", "nowhere/up.json"), "--ready-file: no such folder: "),
+        (("--emulated", "--", "vllm", "serve"), "give one of --emulated, --model-file and an engine's command"),
+        (("--", "vllm", "serve"), "--model is required with an engine's command"),
+    ],
+)
+def test_what_cannot_be_started_is_said_before_anything_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(tmp_path, *words)
+    said = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, len(said)) == (2, 1)
+    assert said[0].startswith(f"serai: {line}")

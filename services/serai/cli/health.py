@@ -12,9 +12,9 @@ from serai.runtime.session_state import SessionState, state_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    codes = "Exit codes: 0 healthy, 1 NATS or the registry does not answer, or too few models, 2 wrong usage."
+    add_reader_arguments(parser, codes)
     parser.add_argument("--models-min", type=int, default=0, metavar="N", help="fail when fewer serve (default: 0)")
-    parser.epilog = "Exit codes: 0 healthy, 1 NATS or the registry does not answer, or too few models, 2 wrong usage."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,5 +17,6 @@ def add_keys_file(parser: argparse.ArgumentParser, note: str = "") -> None:
         type=Path,
         default=Path(given) if given else None,
         required=not given,
-        help=f"the file of keys{note} ({VARIABLE})",
+        metavar="FILE",
+        help=f"the file of keys{note} ({VARIABLE}; required)",
     )

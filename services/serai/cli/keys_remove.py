@@ -11,7 +11,7 @@ from serai.ingress.access import BadKeysFile, read_keys, write_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name")
+    parser.add_argument("name", help="whose key, as `serai keys list` names it")
     add_keys_file(parser)
 
 

@@ -1,7 +1,4 @@
-"""Says what the launcher of a site does for each slot, or waits for, and why.
-
-Exit codes: 0 done · 1 NATS or the launcher does not answer · 2 wrong usage · 3 no such slot.
-"""
+"""Says what the launcher of a site does for each slot, or waits for, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ from serai.launcher.words import word_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    exit_codes = "Exit codes: 0 done, 1 NATS or the launcher does not answer, 2 wrong usage, 3 no such slot."
+    add_reader_arguments(parser, exit_codes)
     parser.add_argument("slot", metavar="SLOT", nargs="?", default="", help="DEPLOYMENT or DEPLOYMENT/NUMBER")
 
 

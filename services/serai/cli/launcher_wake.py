@@ -1,7 +1,4 @@
-"""Has the launcher of a site start a deployment again that it let go because it was idle, or stopped because it failed.
-
-Exit codes: 0 done · 1 NATS or the launcher does not answer · 2 wrong usage · 3 no such deployment.
-"""
+"""Has the launcher of a site start a deployment again that it let go since it was idle, or stopped since it failed."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from serai.contracts.subjects import LAUNCHER_WAKE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    exit_codes = "Exit codes: 0 done, 1 NATS or the launcher does not answer, 2 wrong usage, 3 no such deployment."
+    add_reader_arguments(parser, exit_codes)
     parser.add_argument("deployment", metavar="DEPLOYMENT", help="as the site file names it")
 
 

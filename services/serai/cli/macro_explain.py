@@ -1,7 +1,5 @@
 """Says what a macro-scheduler decided on a request, and why; without one, how the groups stand and how the windows of
 their instances roll.
-
-Exit codes: 0 done · 1 NATS or the macro-scheduler does not answer · 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    add_reader_arguments(parser, "Exit codes: 0 done, 1 NATS or the macro-scheduler does not answer, 2 wrong usage.")
     parser.add_argument("request", metavar="REQUEST", nargs="?", default="", help="its `x-request-id`")
     parser.add_argument("--model", default="", help="only this model's group")
     parser.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")

@@ -1,7 +1,5 @@
 """Says yes to the placer's proposed plan: it is carried out then, step by step. Without a number it is the last plan,
 and that is shown first.
-
-Exit codes: 0 under way · 1 NATS or the placer does not answer · 2 wrong usage · 3 the plan is stale, or there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +14,11 @@ from serai.contracts.subjects import PLACEMENT_APPLY, PLACEMENT_EXPLAIN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    exit_codes = (
+        "Exit codes: 0 under way, 1 NATS or the placer does not answer, 2 wrong usage, 3 the plan is stale, "
+        "or there is none."
+    )
+    add_reader_arguments(parser, exit_codes)
     parser.add_argument("plan", metavar="PLAN", type=int, nargs="?", help="its number; another one is refused as stale")
 
 

@@ -1,8 +1,4 @@
-"""Shows what the placer's last plan would change of what runs now.
-
-Exit codes: 0 nothing changes · 1 NATS or the placer does not answer · 2 wrong usage · 3 the placer has a problem · 4
-something changes.
-"""
+"""Shows what the placer's last plan would change of what runs now."""
 
 from __future__ import annotations
 
@@ -19,7 +15,11 @@ CHANGES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    exit_codes = (
+        "Exit codes: 0 nothing changes, 1 NATS or the placer does not answer, 2 wrong usage, "
+        "3 the placer has a problem, 4 something changes."
+    )
+    add_reader_arguments(parser, exit_codes)
     parser.add_argument("--anew", action="store_true", help="make a new plan first; it may take seconds")
 
 

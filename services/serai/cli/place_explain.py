@@ -1,7 +1,4 @@
-"""Says what the placer thinks of a model: what is asked of it, what serves it, what changes and why, what is missing.
-
-Exit codes: 0 done · 1 NATS or the placer does not answer · 2 wrong usage · 3 no such model.
-"""
+"""Says what a placer thinks of a model: what is asked of it, what serves it, what changes and why, what is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from serai.contracts.subjects import PLACEMENT_EXPLAIN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    exit_codes = "Exit codes: 0 done, 1 NATS or the placer does not answer, 2 wrong usage, 3 no such model."
+    add_reader_arguments(parser, exit_codes)
     parser.add_argument("model", metavar="MODEL", help="as the placement file names it")
 
 

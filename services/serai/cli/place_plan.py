@@ -1,7 +1,4 @@
-"""Shows the placer's last plan: each model, what changes, and what does not and why. With --anew it makes one first.
-
-Exit codes: 0 done · 1 NATS or the placer does not answer · 2 wrong usage · 3 the placer has a problem, which it tells.
-"""
+"""Shows the placer's last plan: each model, what changes, and what does not and why. With --anew it makes one first."""
 
 from __future__ import annotations
 
@@ -16,7 +13,11 @@ from serai.contracts.subjects import PLACEMENT_EXPLAIN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    exit_codes = (
+        "Exit codes: 0 done, 1 NATS or the placer does not answer, 2 wrong usage, "
+        "3 the placer has a problem, which it tells."
+    )
+    add_reader_arguments(parser, exit_codes)
     parser.add_argument("--anew", action="store_true", help="make a new plan first; it may take seconds")
 
 

@@ -16,7 +16,8 @@ TIMEOUT_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
+    codes = "Exit codes: 0 done, 1 NATS or the registry does not answer, 2 wrong usage, 3 nothing was held against it."
+    add_reader_arguments(parser, codes)
     parser.add_argument("host", metavar="HOST", help="as `serai registry quarantine ls` names it")
 
 

@@ -24,13 +24,18 @@ TIMEOUT_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_reader_arguments(parser)
-    parser.add_argument("allocation", metavar="ALLOCATION", help="the allocation as agents name it: a Slurm job's id")
+    add_reader_arguments(
+        parser, "Exit codes: 0 the registry took it, 1 NATS or the registry does not answer, 2 wrong usage."
+    )
+    parser.add_argument(
+        "allocation",
+        metavar="ALLOCATION",
+        help="as agents name it and `serai registry ls` shows it: slurm-JOB for a Slurm job",
+    )
     parser.add_argument("--reason", default="", help="why, for people")
     parser.add_argument(
         "--run", type=int, metavar="N", help="only runs up to this restart count are over (default: all)"
     )
-    parser.epilog = "Exit codes: 0 the registry took it, 1 NATS or the registry does not answer, 2 wrong usage."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ EXIT_CODES = "Exit codes: 0 done, 1 NATS or the registry does not answer, 2 wron
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSettings(NatsSettings):
-    site: str = setting("local", "the site whose registry is asked", flag="--registry", env="SERAI_SITE")
+    site: str = setting("local", "the site that is asked", flag="--registry", env="SERAI_SITE")
 
 
 class Failed(Exception):
@@ -43,11 +43,11 @@ class Failed(Exception):
         self.exit_code = exit_code
 
 
-def add_reader_arguments(parser: argparse.ArgumentParser) -> None:
+def add_reader_arguments(parser: argparse.ArgumentParser, exit_codes: str = EXIT_CODES) -> None:
     """How to reach NATS, and `--json`."""
     add_settings(parser, ReaderSettings)
     parser.add_argument("--json", action="store_true", help="JSON instead of text for people")
-    parser.epilog = EXIT_CODES
+    parser.epilog = exit_codes
 
 
 @dataclass(frozen=True, slots=True)

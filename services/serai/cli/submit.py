@@ -44,26 +44,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted = parser.add_argument_group("what is wanted (each counts more than the site file)")
     wanted.add_argument("--gpus", type=int, help="GPUs, over all nodes")
     wanted.add_argument("--gpu", help="kind of GPU, by its name in the site file")
-    wanted.add_argument("--nodes", type=int, help="default: as many as the GPUs need")
+    wanted.add_argument("--nodes", type=int, help="nodes of each job (default: as many as the GPUs need)")
     wanted.add_argument("--engines", type=int, help="engines of each job, side by side on shares of its GPUs")
     wanted.add_argument("--cpus", type=int, help="CPUs of each node")
     wanted.add_argument("--memory", help="memory of each node, as sbatch takes it: 64G")
     wanted.add_argument("--time", help="time limit, as sbatch takes it: 90 (minutes), 8:00:00, 1-12")
     wanted.add_argument("--time-min", help="Slurm may shorten the job to this when it starts earlier then")
-    for name in ("partition", "account", "qos", "constraint", "reservation", "runtime"):
-        wanted.add_argument(f"--{name}")
-    wanted.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="e.g. --sbatch=--exclusive")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        wanted.add_argument(f"--{name}", help="as sbatch takes it")
+    wanted.add_argument("--runtime", help="how the engine is run, by its name in the site file")
+    wanted.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="a further option of sbatch, as in --sbatch=--exclusive; may be repeated",
+    )
     several = parser.add_argument_group("several jobs")
-    several.add_argument("--count", type=int, default=1, help="so many at a time")
+    several.add_argument("--count", type=int, default=1, help="so many jobs at a time (default: 1)")
     several.add_argument("--array", action="store_true", help="the --count as one array of Slurm")
     several.add_argument(
         "--chain",
         type=int,
         default=1,
         help="so many one after the other, all submitted now: each starts --handover before the time of the one before "
-        "it is up, or when that has ended",
+        "it is up, or when that has ended (default: 1)",
     )
-    several.add_argument("--handover", default="", metavar="TIME", help="default: 30 minutes, at most half of --time")
+    several.add_argument(
+        "--handover",
+        default="",
+        metavar="TIME",
+        help="how long both of a pair may run (default: 30 minutes, at most half of --time)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the script of the first job, and submit nothing")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the engine's command")
 

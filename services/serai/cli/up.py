@@ -30,6 +30,7 @@ from serai.cli.children import Child
 from serai.cli.embedded_nats import EmbeddedNats, LeafRemote, server_binary, server_environment
 from serai.cli.up_pool import PoolPlan, pool_plan, pool_scaling
 from serai.ingress.access import StoredKey, hashed, new_key, write_keys
+from serai.ingress.routing import POLICIES
 from serai.ledger.settings import sqlite_url
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
@@ -63,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where agents on other machines reach NATS; without, it is for this machine only. There is no TLS: the "
         "network between must be one that you trust with prompts",
     )
-    parser.add_argument("--sites", type=int, default=1, help="how many sites; the API of each has the next port")
+    parser.add_argument(
+        "--sites", type=int, default=1, help="how many sites; the API of each has the next port (default: 1)"
+    )
     parser.add_argument(
         "--pool",
         type=int,
@@ -73,12 +76,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "they are asked for; in place of --agents. With padg, the macro-scheduler says how many a model needs",
     )
     parser.add_argument("--placement-file", type=Path, help="with --pool: other models and rules (docs/operating.md)")
-    parser.add_argument("--model", default="", help="name to serve the model under")
+    parser.add_argument(
+        "--model",
+        default="",
+        help="name to serve the model under (default: the small model's, the file's, or `emulated`)",
+    )
     parser.add_argument("--model-file", type=Path, help="a GGUF file to serve instead of the small model")
-    parser.add_argument("--emulated", action="store_true", help="emulated engines: no model, fixed timing")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="emulated engines: no model, and fixed timing unless --engine-args say otherwise",
+    )
     parser.add_argument("--engine-args", default="", help="further arguments of the engine, as one string")
     parser.add_argument(
-        "--state", type=Path, default=_state_folder(), help="folder of the state (default: %(default)s)"
+        "--state",
+        type=Path,
+        default=_state_folder(),
+        help="folder of credentials, NATS data and logs (SERAI_STATE; default: %(default)s)",
     )
     parser.add_argument(
         "--policy",
@@ -167,7 +181,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     for port in range(arguments.port, arguments.port + arguments.sites):
         if not _port_is_free(port):
             refuse(f"port {port} is in use on 127.0.0.1; choose another with --port")
-    extra = shlex.split(arguments.engine_args)
+    if not padg and arguments.policy not in POLICIES:
+        refuse(f"--policy {arguments.policy!r}: must be {PADG} or one of {', '.join(POLICIES)}")
+    if arguments.ready_file and not arguments.ready_file.absolute().parent.is_dir():
+        refuse(f"--ready-file: no such folder: {arguments.ready_file.absolute().parent}")
+    extra = _words(arguments.engine_args)
     if not arguments.agents:
         engine, model = [], arguments.model
     elif command:
@@ -204,6 +222,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         pool,
         arguments.admission or os.environ.get("SERAI_ADMISSION") or "serai",
     )
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        refuse(f"--engine-args {text!r}: {error}")
 
 
 def _address(text: str) -> tuple[str, int]:

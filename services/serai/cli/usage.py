@@ -26,8 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=tuple(GROUPS), default="project", help="one line for each (default: project)")
     parser.add_argument("--since", default="", metavar="WHEN", help="a date or ISO 8601 time; UTC unless it says more")
     parser.add_argument("--until", default="", metavar="WHEN", help="the same; this moment itself does not count")
-    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(default: table)")
-    parser.add_argument("--ledger", default="", metavar="URL", help=f"(SERAI_LEDGER_URL) {LEDGER_HELP}")
+    parser.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="how it is printed (default: table)"
+    )
+    parser.add_argument(
+        "--ledger", default="", metavar="URL", help=f"where records are kept: {LEDGER_HELP} (SERAI_LEDGER_URL)"
+    )
     parser.epilog = "Exit codes: 0 done, 1 the database does not answer, 2 wrong usage."
 
 

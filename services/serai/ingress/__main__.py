@@ -1,4 +1,8 @@
-"""`serai ingress`: the one place where the ingress's real collaborators are made."""
+"""The gateway: one address with the APIs of OpenAI and Anthropic, from which requests go to the sessions of a model.
+
+Who may ask is said by --keys-file, an `oidc` section in the file of --config, or --anonymous. SIGHUP reads the files
+again, SIGTERM lets running requests finish. docs/configuration.md, docs/api.md.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ class IngressSettings(ConnectionSettings):
     silence_timeout_s: float = setting(5.0, "how long a session may be silent while it works, in seconds")
     client_stall_s: float = setting(60.0, "how long a client may read nothing of its answer, in seconds")
     keep_alive_s: float = setting(
-        15.0, "after so long without a word, a client that waits for events is told that its request lives; 0: never"
+        15.0,
+        "after so long without a word, in seconds, a client that waits for events is told that its request lives; "
+        "0 = never",
     )
     cors_origin: tuple[str, ...] = setting(
         (), "origin whose web pages may use this ingress, as in https://chat.example.org; * for all; may be given again"

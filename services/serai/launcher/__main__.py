@@ -1,4 +1,7 @@
-"""`serai launcher`: keeps what a site file names served, job after job. Here its real collaborators are made."""
+"""Keeps what a site file names served: it submits Slurm jobs, lets successors take over in time, and says why.
+
+docs/launcher.md.
+"""
 
 from __future__ import annotations
 

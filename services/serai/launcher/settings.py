@@ -19,7 +19,7 @@ class LauncherSettings(ConnectionSettings):
         (), "DEPLOYMENT=N, instead of the site file's count; may be repeated", flag="--count"
     )
     lead_factor: float = setting(1.25, "successors come earlier than waiting and loading may take, by this factor")
-    lead_margin_s: float = setting(120.0, "… and by so many seconds")
+    lead_margin_s: float = setting(120.0, "… and by so many seconds more")
     birth_spacing_s: float = setting(60.0, "successors of a deployment are submitted at least so far apart, in seconds")
     stop_margin_s: float = setting(20.0, "drains are over so long before the end of their allocation, in seconds")
     linger_s: float = setting(300.0, "a job whose session has left is cancelled after so long, in seconds")

@@ -1,4 +1,4 @@
-"""`serai ledger`: the one place where the ledger's real collaborators are made."""
+"""The ledger of a site: takes usage records from NATS and keeps each once, in SQLite or PostgreSQL. docs/usage.md."""
 
 from __future__ import annotations
 

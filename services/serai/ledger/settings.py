@@ -10,7 +10,7 @@ from serai.ledger.sql_store import BadLedgerUrl, parsed_url
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
-LEDGER_HELP = "sqlite:///FILE or postgresql://…; default: usage.sqlite in the state folder of `serai up`"
+LEDGER_HELP = "sqlite:///FILE or postgresql://…; without it usage.sqlite in the state folder of `serai up`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""`serai macro-scheduler`: leads the groups of a site's models. Here its real collaborators are made."""
+"""Decides which instance of a model takes a request next, and when it prefills, so that times to first and per further
+token hold (PaDG). For models whose routing policy at the ingress is macro-scheduled.
+
+docs/scheduling.md, docs/operating.md.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ class MacroSchedulerSettings(ConnectionSettings):
     lease_s: float = setting(
         2.0, "another one takes over when this one has been silent for so long, in seconds", env="SERAI_MACRO_LEASE_S"
     )
-    beat_s: float = setting(0.5, "how often instances are told whom they obey; after two without, they admit alone")
+    beat_s: float = setting(
+        0.5, "how often instances are told whom they obey, in seconds; after two without, they admit alone"
+    )
     instances_lower: int = setting(6, "N_l: a new macro-instance starts with so many instances")
     instances_upper: int = setting(11, "N_u: a macro-instance has no more; the next one splits it")
     scaling: bool = setting(False, "say when a model needs an instance more or less, and drain those it does not need")
@@ -40,11 +42,17 @@ class MacroSchedulerSettings(ConnectionSettings):
     scaling_sleeps: bool = setting(
         False, "put engines that are not needed to sleep, where they can, and wake them before others are asked for"
     )
-    scaling_window_s: float = setting(30.0, "with --scaling, how much of the past is looked at, six times in that time")
-    scaling_drain_s: float = setting(60.0, "what an instance that is not needed may still take for its requests")
+    scaling_window_s: float = setting(
+        30.0, "with --scaling, how much of the past is looked at, in seconds; six times in that time"
+    )
+    scaling_drain_s: float = setting(
+        60.0, "how long an instance that is not needed may take for the requests it has, in seconds"
+    )
     instances_min: int = setting(1, "with --scaling, a model keeps so many instances")
     instances_max: int = setting(64, "with --scaling, a model is given no more instances")
-    instance_start_s: float = setting(180.0, "how long an instance takes to start; no other is asked for meanwhile")
+    instance_start_s: float = setting(
+        180.0, "how long an instance takes to start, in seconds; no other is asked for meanwhile"
+    )
     pending_max: int = setting(2000, "requests of a model that wait for a place at most; more are refused")
 
     grants: bool = setting(

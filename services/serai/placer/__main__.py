@@ -1,4 +1,7 @@
-"""`serai placer`: decides which model runs where, and has it carried out. Here its real collaborators are made."""
+"""Decides which model runs on which GPUs of the site's pool agents, from what is asked of each, and has it carried out.
+
+docs/operating.md, docs/placement.md.
+"""
 
 from __future__ import annotations
 

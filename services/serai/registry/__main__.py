@@ -1,4 +1,7 @@
-"""`serai registry`: the one place where the registry's real collaborators are made."""
+"""The registry of a site: it knows which sessions there are, keeps their records in NATS, and judges who is alive.
+
+One a site, beside its NATS server; it listens on no port. docs/architecture.md, docs/operating.md.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
-"""`serai agent --model NAME -- COMMAND…`: the one place where the agent's real collaborators are made. Those of a pool
-agent (`serai agent --pool`) are made in `pool_run`."""
+"""Runs an engine's command in this allocation, and brings the model into the service: `serai agent --model NAME --
+COMMAND…`. It dials NATS; nothing has to reach it. SIGUSR1 or SIGTERM make it finish what it has and leave.
+
+With --engine-url it attaches to an engine that runs already; with --pool it offers the GPUs, and the placer says what
+runs. docs/operating.md, docs/engines.md.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class PoolSettings(AgentSettings):
 
     model: str = setting("", "name clients ask for; needed unless --pool")
     pool: bool = setting(False, "offer the GPUs of this allocation to the placer, which says what runs on them")
-    pool_name: str = setting("", "name of the pool; default: the allocation and the host")
+    pool_name: str = setting("", "name of the pool, when it is not to be that of the allocation and the host")
     pool_gpus: str = setting("", "KIND:COUNT, e.g. H100:2: what to offer on a machine without GPUs")
     pool_templates: Path | None = setting(None, "file with further engines' commands (docs/operating.md)")
     pool_failure_domain: str = setting("", "what fails together with this host, e.g. its rack")

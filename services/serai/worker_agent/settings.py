@@ -19,10 +19,14 @@ class AgentSettings(ConnectionSettings):
     engine: str = setting("auto", f"engine kind: auto, {', '.join(ENGINES)}")
     engine_url: str = setting("", "attach to an engine that runs already, e.g. http://127.0.0.1:8000")
     engine_model: str = setting("", "name the engine answers to, when it is not --model")
-    engine_api_key: str = setting("", "key the engine asks for")
+    engine_api_key: str = setting(
+        "", "key the engine asks for; give it by the variable, since command lines can be read by everyone"
+    )
     engines: int = setting(1, "how many engines to start from the one command, each with its share of the GPUs")
     provider: str = setting("local", "institution that owns the hardware")
-    allocation: str = setting("", "name of the allocation; default: Slurm or PBS job, pod or process")
+    allocation: str = setting(
+        "", "name of the allocation, when it is not to be that of the Slurm or PBS job, the pod or the process"
+    )
     concurrency_max: int = setting(1024, "requests taken at once; more are refused as busy")
     body_bytes_max: int = setting(32 * 1024 * 1024, "largest request body, in bytes")
     start_timeout_s: float = setting(
@@ -30,9 +34,12 @@ class AgentSettings(ConnectionSettings):
     )
     engine_restarts: int = setting(5, "how often an hour an engine that ended by accident is started again")
     engine_hung_s: float = setting(
-        180.0, "an engine without any progress for so long, and without a canary's token, is started anew; 0 = never"
+        180.0,
+        "an engine without any progress for so long, in seconds, and without a canary's token, starts anew; 0 = never",
     )
-    engine_silence_s: float = setting(600.0, "a request from whose engine nothing came for so long is ended")
+    engine_silence_s: float = setting(
+        600.0, "a request from whose engine nothing came for so long is ended, in seconds"
+    )
     drain_s: float = setting(
         60.0, "how long running requests may take to finish once told to end, in seconds, when nobody kills us sooner"
     )
@@ -47,8 +54,8 @@ class AgentSettings(ConnectionSettings):
     status_interval_s: float = setting(1.0, "time between signs of life, in seconds")
     rejoin_after_s: float = setting(
         3600.0,
-        "an agent that was without NATS for longer ends, and has to be started again as a new session; less than the "
-        "time after which registries close silent sessions",
+        "an agent that was without NATS for longer, in seconds, ends, and has to be started again as a new session; "
+        "less than the time after which registries close silent sessions",
     )
     prefill_s_per_token: float = setting(
         0.0, "what a prompt token may take at worst, in seconds, until the engine has shown it; 0 = by kind of engine"

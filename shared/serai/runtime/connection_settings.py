@@ -17,7 +17,7 @@ class NatsSettings:
     """Where NATS is, who we are to it, and whose registry is asked."""
 
     nats_url: str = setting("nats://127.0.0.1:4222", "address of the NATS server")
-    nats_nkey_file: Path | None = setting(None, "file with this service's NATS nkey seed")
+    nats_nkey_file: Path | None = setting(None, "file with this service's NATS nkey seed, the key of its role")
     nats_creds_file: Path | None = setting(None, "file with this service's NATS credentials (JWT and seed)")
     site: str = setting("local", "name of this site, one administrative domain")
 
@@ -45,7 +45,9 @@ class ConnectionSettings(NatsSettings):
     """What every service has beside that: how to log, where metrics are served."""
 
     log_level: str = setting("info", "debug, info, warning or error")
-    log_json: bool | None = setting(None, "JSON log lines; without a terminal they always are", flag="--log-json")
+    log_json: bool | None = setting(
+        None, "JSON log lines, or text; when not given, text on a terminal and JSON elsewhere", flag="--log-json"
+    )
     metrics_port: int = setting(0, "port for Prometheus metrics; 0 = none")
     metrics_host: str = setting("127.0.0.1", "address for Prometheus metrics; 0.0.0.0 for all")
 

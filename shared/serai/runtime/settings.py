@@ -38,14 +38,15 @@ def add_settings(parser: argparse.ArgumentParser, kind: type) -> None:
     """Adds the flags of `kind`'s fields to `parser`; values stay text until `read_settings`."""
     hints = get_type_hints(kind)
     for item in _fields(kind):
-        default = "required" if item.default is MISSING else f"default: {_shown(item.default)}"
-        options: dict[str, Any] = {"help": f"{item.metadata['help']} ({_env(item)}; {default})", "default": None}
+        default = _default(item) if item.default is MISSING else f"default: {_default(item)}"
+        text = f"{item.metadata['help']} ({_env(item)}; {default})".replace("%", "%%")
+        options: dict[str, Any] = {"help": text, "default": None}
         if hints[item.name] is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif hints[item.name] == tuple[str, ...]:
             options |= {"action": "append", "metavar": _flag(item).removeprefix("--").upper()}
         else:
-            options["metavar"] = item.name.rsplit("_", 1)[-1].upper()
+            options["metavar"] = _metavar(item.name, hints[item.name])
         parser.add_argument(_flag(item), dest=item.name, **options)
 
 
@@ -116,6 +117,21 @@ def setting_names(kind: type) -> list[str]:
     return [item.name for item in _fields(kind)]
 
 
+@dataclass(frozen=True, slots=True)
+class SettingFacts:
+    """How one setting is given, in words for people."""
+
+    flag: str
+    variable: str
+    default: str
+    help: str
+
+
+def setting_facts(kind: type) -> list[SettingFacts]:
+    """Of the fields that can be given, in their order."""
+    return [SettingFacts(_flag(item), _env(item), _default(item), item.metadata["help"]) for item in _fields(kind)]
+
+
 def refuse(message: str) -> NoReturn:
     """Ends the process with one line for the person who started it."""
     sys.stderr.write(f"serai: {message}\n")
@@ -137,13 +153,33 @@ def _convert(one: Given, kind: Any) -> Any:
             raise ValueError
         return converted
     except (msgspec.ValidationError, ValueError, TypeError):
-        raise BadSettings(f"{one.source}: {value!r} is not a valid {_wanted(kind)}") from None
+        raise BadSettings(f"{one.source}: {value!r} {_fault(kind)}") from None
 
 
-def _wanted(kind: Any) -> str:
+_FAULTS = {
+    int: "is not a whole number",
+    float: "is not a number",
+    bool: "is neither true nor false",
+    str: "is not text",
+    Path: "is not a path",
+}
+
+
+def _fault(kind: Any) -> str:
+    """What is wrong with a value that cannot be converted, in words for people."""
+    return next((text for plain, text in _FAULTS.items() if kind in (plain, plain | None)), "is not a list of texts")
+
+
+def _metavar(name: str, kind: Any) -> str:
+    """What stands for the value in the help; of numbers it says the unit."""
+    if name.endswith("_s"):
+        return "SECONDS"
+    last = "BYTES" if "bytes" in name else name.rpartition("_")[2].upper()
+    if kind in (int, float):
+        return last if last in ("BYTES", "DAYS", "GIB", "PORT") else "N"
     if kind in (Path, Path | None):
-        return "path"
-    return str(getattr(kind, "__name__", kind)).removesuffix(" | None")
+        return "FILE" if last in ("FILE", "CONFIG", "TEMPLATES") else "FOLDER"
+    return "true|false" if kind == bool | None else last
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:
@@ -158,5 +194,14 @@ def _env(item: dataclasses.Field[Any]) -> str:
     return item.metadata["env"] or "SERAI_" + item.name.upper()
 
 
-def _shown(value: Any) -> str:
-    return "none" if value in (None, "", ()) else str(value)
+def _default(item: dataclasses.Field[Any]) -> str:
+    value = item.default
+    if value is MISSING:
+        return "required"
+    if value in (None, "", ()):
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -13,12 +13,19 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-file", type=Path, required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="name the model is served under")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument("--parallel", type=int, default=4, help="requests decoded at once (default: 4)")
-    parser.add_argument("--context-tokens", type=int, default=2048, help="context of each of them (default: 2048)")
+    parser.add_argument(
+        "--context-tokens",
+        type=int,
+        default=2048,
+        help="longest prompt and answer of each of them, in tokens (default: 2048)",
+    )
     parser.add_argument("--embeddings", action="store_true", help="serve /v1/embeddings, too")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads that compute (default: all cores)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
