@@ -9,7 +9,7 @@ import pytest
 from integration.system import System
 from serai.contracts.subjects import SNAPSHOT
 from serai.runtime.bus import BusDisconnected, Message, NoResponders
-from serai.runtime.nats_bus import NatsAddress, NatsBus
+from serai.runtime.nats_bus import WRITE_MESSAGES, NatsAddress, NatsBus
 
 
 def address(system: System, role: str) -> NatsAddress:
@@ -29,6 +29,26 @@ def test_nobody_there_is_told_at_once_for_requests_and_for_publishes_with_a_repl
             message = await received.get()
         assert message.no_responders
         assert message.subject.endswith(".stream.7")
+        await ingress.aclose()
+
+    asyncio.run(main())
+
+
+def test_many_messages_of_one_turn_do_not_wait_for_its_end_and_keep_their_order(system: System) -> None:
+    async def main() -> None:
+        ingress = await NatsBus.connect(address(system, "ingress"), "ingress")
+        agent = await NatsBus.connect(address(system, "agent"), "agent")
+        received: list[bytes] = []
+        await ingress.subscribe(f"{ingress.inbox_prefix}.stream.*", lambda message: received.append(message.data))
+        await ingress.barrier()
+        sent = [b"%d" % number for number in range(5 * WRITE_MESSAGES + 3)]
+        for one in sent:
+            agent.publish(f"{ingress.inbox_prefix}.stream.7", one)
+            assert agent._client.waiting < WRITE_MESSAGES
+        await agent.barrier()
+        await ingress.barrier()
+        assert received == sent
+        await agent.aclose()
         await ingress.aclose()
 
     asyncio.run(main())
