@@ -16,11 +16,23 @@ import pytest
 from serai.engine_emulator.batching.settings import BatchMode, BatchSettings
 from serai.ingress.routing import LeastLoaded, RoundRobin
 from serai.performance.latency_model import Step
-from serai.simulator.fast.cluster import BadDispatch, ClusterSettings, simulate
-from serai.simulator.fast.dispatch import Arrived, Effect, Event, Gate, Refuse, Send, SetTimer, StepEnded, TimerFired
+from serai.simulator.fast.cluster import ClusterSettings, simulate
+from serai.simulator.fast.dispatch import (
+    Arrived,
+    BadDispatch,
+    Effect,
+    Event,
+    Gate,
+    Refuse,
+    Send,
+    SetTimer,
+    StepEnded,
+    TimerFired,
+)
 from serai.simulator.fast.instance import Instance, InstanceSpec, Phases, TokenGaps
 from serai.simulator.fast.paper_clusters import CLUSTERS
 from serai.simulator.fast.presets import (
+    DISAGGREGATED,
     SYSTEMS,
     Overheads,
     System,
@@ -71,7 +83,7 @@ def network() -> ClusterSettings:
 
 def system(name: str, instances: int = 4, model: Stub | None = None) -> System:
     model = model or Stub()
-    if name in ("distserve", "mooncake"):
+    if name in DISAGGREGATED:
         return disaggregated_system(name, model, 2, 2, 2)
     return whole_system(name, model, instances)
 
@@ -213,7 +225,7 @@ def test_preempted_requests_end_and_their_gap_shows() -> None:
 def test_a_decode_instance_copies_or_computes() -> None:
     # Two requests: the second one's KV comes while the first one decodes, 100 kB a token over 32 GB/s at 0.6.
     work = [Arrival(0, 2000, 50), Arrival(1, 2000, 50)]
-    chosen = disaggregated_system("distserve", Stub(), 1, 1, 2)
+    chosen = disaggregated_system("distserve-ideal", Stub(), 1, 1, 2)
     ends = []
     for settings in (network(), replace(network(), copies_between_steps=True)):
         result = simulate(chosen.instances, work, chosen.dispatch(), settings)
@@ -402,8 +414,12 @@ def test_a_slower_engine_is_slower_by_what_was_asked() -> None:
 
 
 def test_ratios_of_disaggregation() -> None:
-    assert ratios(8, 4, "mooncake") == [(n, 8 - n) for n in range(1, 8)]
-    assert ratios(8, 4, "distserve") == [(2, 6), (4, 4), (6, 2)]
-    assert ratios(8, 1, "distserve") == []
+    assert ratios(8, 4, "mooncake") == ratios(8, 4, "mooncake-ideal") == [(n, 8 - n) for n in range(1, 8)]
+    assert ratios(8, 4, "distserve-ideal") == [(2, 6), (4, 4), (6, 2)]
+    assert ratios(8, 4, "distserve") == [(4, 4)]
+    assert ratios(8, 1, "distserve") == ratios(8, 1, "distserve-ideal") == ratios(9, 3, "distserve") == []
     with pytest.raises(ValueError, match="cannot be spread evenly"):
-        disaggregated_system("distserve", Stub(), 1, 7, 4)
+        disaggregated_system("distserve-ideal", Stub(), 1, 7, 4)
+    for prefill, decode, per_node in ((1, 7, 4), (3, 3, 3)):
+        with pytest.raises(ValueError, match="pairs of one prefill and one decode instance on a node"):
+            disaggregated_system("distserve", Stub(), prefill, decode, per_node)

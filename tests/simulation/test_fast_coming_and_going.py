@@ -10,9 +10,10 @@ import pytest
 from serai.engine_emulator.batching.settings import BatchMode, BatchSettings
 from serai.ingress.routing import LeastLoaded
 from serai.performance.latency_model import Step
-from serai.simulator.fast.cluster import BadDispatch, ClusterSettings, simulate
+from serai.simulator.fast.cluster import ClusterSettings, simulate
 from serai.simulator.fast.dispatch import (
     Arrived,
+    BadDispatch,
     Effect,
     Ended,
     Event,

@@ -46,7 +46,7 @@ def test_a_share_is_a_share(share: float) -> None:
 def test_a_slow_link_holds_first_tokens_prefill_memory_and_decoding_back() -> None:
     """2,000 tokens of 100 kB over 5 MB/s: forty seconds each, one after the other."""
     slow = Network(NETWORK.inside, Link("slow", 10e6, 0.0, ""), share=0.5)
-    chosen = disaggregated_system("mooncake", Stub(), 1, 1, 1)
+    chosen = disaggregated_system("mooncake-ideal", Stub(), 1, 1, 1)
     work = [Arrival(n, 2000, 3) for n in range(4)]
     result = simulate(chosen.instances, work, chosen.dispatch(), ClusterSettings(slow))
     began = [(o.decode_began_ns or 0) / 1e9 for o in result.outcomes]

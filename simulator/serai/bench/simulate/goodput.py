@@ -1,7 +1,7 @@
 """`serai simulate goodput`: the PaDG paper's main comparison, in virtual time.
 
 Three clusters, three models, three sets of lengths with the paper's targets, and nine systems: vLLM-like and Sarathi-
-like instances, behind round robin and with arrivals of their own; DistServe-like and Mooncake-like ones; and macro-
+like instances, behind round robin and with arrivals of their own; DistServe and Mooncake as released; and macro-
 scheduled ones under the paper's policy, its released code's and ours. Goodput at a level is the highest rate at which
 that share of requests meets both targets, by the paper's definition of them; rates rise until the system has failed for
 good, and the lowest failing rate is told beside.
@@ -50,6 +50,7 @@ from serai.bench.simulate.study.runs import Runs
 from serai.bench.simulate.study.scans import FULL, QUICK, Effort
 from serai.runtime.fields import BadInput
 from serai.simulator.fast.paper_clusters import CLUSTERS
+from serai.simulator.fast.presets import IDEAL
 from serai.simulator.outcomes import SloTarget
 from serai.simulator.reports.drawing import ExtraMissing
 from serai.simulator.reports.study_pictures import grouped_bars
@@ -58,6 +59,8 @@ from serai.simulator.reports.tables import write_table_csv
 OURS = ("padg-paper", "padg-author-code", "serai")
 OTHERS = (*BASELINES, *INDEPENDENT.values())
 SYSTEMS = (*OTHERS, *OURS)
+ASKED_FOR = tuple(IDEAL.values())
+"""Disaggregated systems whose engines hand KV over at no cost: only where they are named."""
 LEVELS = (0.9, 0.99)
 """Not P50: what it asks of a system, rates at which half of all requests miss, costs more than all else, and the
 paper's ratios are at P90 and P99."""
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _choice(parser, "--clusters", list(CLUSTERS))
     _choice(parser, "--models", list(MODELS))
     _choice(parser, "--datasets", list(TARGETS))
-    _choice(parser, "--systems", list(SYSTEMS))
+    _choice(parser, "--systems", [*SYSTEMS, *ASKED_FOR])
 
 
 def _choice(parser: argparse.ArgumentParser, flag: str, choices: list[str]) -> None:
@@ -180,7 +183,7 @@ def _run(comparison: Comparison, arguments: argparse.Namespace) -> Runs:
 def ratio_figures(table: GoodputTable, slices: Sequence[Slice]) -> dict[str, float]:
     """Flat, by cluster: mean ratio over its slices, and the range over seeds."""
     figures: dict[str, float] = {}
-    for cluster, ours, other, level in product(CLUSTERS, OURS, OTHERS, LEVELS):
+    for cluster, ours, other, level in product(CLUSTERS, OURS, (*OTHERS, *ASKED_FOR), LEVELS):
         here = [where for where in slices if where.cluster == cluster]
         mean, count = average_ratio(table, here, ours, [other], level)
         name = f"{cluster}_{flat(ours)}_over_{flat(other)}_p{level * 100:g}"
@@ -226,7 +229,7 @@ def paper_table(table: GoodputTable, slices: Sequence[Slice]) -> list[tuple[str,
         "serai",
     )
     rows: list[tuple[str, ...]] = [(*head, "of")]
-    for published in (*RATIOS, *_of_independent(RATIOS)):
+    for published in (*RATIOS, *_of_others(RATIOS, INDEPENDENT), *_of_others(RATIOS, IDEAL)):
         here = [where for where in slices if _belongs(where, published)]
         means = {ours: average_ratio(table, here, ours, published.baselines, 0.9) for ours in OURS}
         count = max(number for _, number in means.values())
@@ -237,12 +240,12 @@ def paper_table(table: GoodputTable, slices: Sequence[Slice]) -> list[tuple[str,
     return rows
 
 
-def _of_independent(ratios: Sequence[PaperRatio]) -> list[PaperRatio]:
-    """The same figures for baselines whose instances have arrivals of their own."""
+def _of_others(ratios: Sequence[PaperRatio], others: Mapping[str, str]) -> list[PaperRatio]:
+    """The same figures over `others` of the baselines: with arrivals of their own, or ideal."""
     return [
-        replace(one, baselines=tuple(INDEPENDENT[name] for name in one.baselines))
+        replace(one, baselines=tuple(others[name] for name in one.baselines))
         for one in ratios
-        if all(name in INDEPENDENT for name in one.baselines)
+        if all(name in others for name in one.baselines)
     ]
 
 
@@ -317,7 +320,7 @@ def _bars(out: Path, table: GoodputTable, slices: Sequence[Slice], level: float,
                 for where in here
                 if (found := table.get((where, system))) is not None
             }
-            for system in SYSTEMS
+            for system in (*SYSTEMS, *ASKED_FOR)
         }
         title = f"Goodput at P{level * 100:g} on {name}"
         grouped_bars(out / f"goodput-{name}-p{level * 100:g}", heights, what="requests/s", title=title)

@@ -43,8 +43,8 @@ def systems() -> list[System]:
         whole_system("vllm", model, count, overheads=overheads),
         whole_system("vllm-v1", model, count, policy="least-loaded"),
         whole_system("sarathi", model, count, overheads=overheads),
-        disaggregated_system("distserve", model, 4, 4, per_node, overheads=overheads),
-        disaggregated_system("mooncake", model, 3, 5, per_node, overheads=overheads),
+        disaggregated_system("distserve-ideal", model, 4, 4, per_node, overheads=overheads),
+        disaggregated_system("mooncake-ideal", model, 3, 5, per_node, overheads=overheads),
     ]
 
 

@@ -54,6 +54,7 @@ from serai.simulator.fast.presets import (
     EnginePreset,
     Overheads,
     System,
+    default_policy,
     disaggregated_system,
     engine_preset,
     ratios,
@@ -253,7 +254,7 @@ def _variants(part: Fields, shape: _Shape) -> list[Variant]:
     preset = _preset(part, engine_preset(name))
     overheads = _overheads(part) if part.has("overheads") else shape.overheads
     gpus = shape.model.parallelism.gpus
-    policy = "least-loaded" if name in DISAGGREGATED else "round-robin"
+    policy = default_policy(name) if name in DISAGGREGATED else "round-robin"
     if part.has("policy"):
         policy = part.choice("policy", list(POLICIES))
     try:
@@ -315,7 +316,8 @@ def _preset(part: Fields, preset: EnginePreset) -> EnginePreset:
 def _ratios(part: Fields, name: str, shape: _Shape) -> list[tuple[int, int]]:
     possible = ratios(shape.instances, shape.per_node, name)
     if not possible:
-        raise BadInput(part.place, f"{name} needs at least two instances in each node", "change instances_per_node")
+        many = "an even number of" if name == "distserve" else "at least two"
+        raise BadInput(part.place, f"{name} needs {many} instances in each node", "change instances_per_node")
     if not part.has("prefill"):
         return possible
     wanted = part.any("prefill")

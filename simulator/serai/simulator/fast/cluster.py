@@ -17,6 +17,7 @@ from serai.engine_emulator.batching.sequence import Sequence as EngineSequence
 from serai.engine_emulator.batching.steps import RunningStep, StepOutcome
 from serai.simulator.fast.dispatch import (
     Arrived,
+    BadDispatch,
     Deliver,
     Dispatch,
     Effect,
@@ -39,14 +40,13 @@ from serai.simulator.fast.dispatch import (
     Transfer,
 )
 from serai.simulator.fast.instance import Instance, InstanceSpec, Role
-from serai.simulator.fast.links import Links, Network
+from serai.simulator.fast.kv_connectors import ObjectStore
+from serai.simulator.fast.kv_handover import KvHandOver
+from serai.simulator.fast.life import Life
+from serai.simulator.fast.links import Network
 from serai.simulator.fast.run import NS, InstanceFigures, Run
-from serai.simulator.outcomes import Outcome, Outcomes
+from serai.simulator.outcomes import Outcomes
 from serai.simulator.workloads.workload import Arrival
-
-
-class BadDispatch(RuntimeError):
-    """A policy asked for what cannot be; the text names the effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ClusterSettings:
     network: Network | None = None
     """For KV transfers; None where there are none."""
     copies_between_steps: bool = False
-    """A decode instance makes no step while KV comes to it, as DistServe's workers do not: one copies, or computes."""
+    """A decode instance makes no step while KV comes to it, whatever its connector: one copies, or computes."""
     status_delay_s: float = 0.0
     """How late `StepEnded` reaches the policy."""
     send_delay_s: float = 0.0
@@ -87,79 +87,6 @@ def simulate(
     return _Cluster(instances, dispatch, settings or ClusterSettings(), watch).run(arrivals)
 
 
-class _Life:
-    """One request and what became of it so far."""
-
-    __slots__ = (
-        "arrival",
-        "cached_tokens",
-        "decode_began_ns",
-        "decoding",
-        "delivered_ns",
-        "finished_ns",
-        "first_ns",
-        "gap_ns",
-        "instance",
-        "kept",
-        "preemptions",
-        "refused",
-        "request",
-        "said_before",
-        "sequence",
-        "spoke_ns",
-    )
-
-    def __init__(self, request: Request, arrival: Arrival) -> None:
-        self.request = request
-        self.arrival = arrival
-        self.instance = -1
-        self.first_ns: int | None = None
-        self.decode_began_ns: int | None = None
-        self.finished_ns: int | None = None
-        self.preemptions = 0
-        self.cached_tokens = 0
-        self.refused = False
-        self.spoke_ns = 0
-        """When it said its last token, as of the last note."""
-        self.gap_ns = 0
-        self.decoding = False
-        self.delivered_ns = 0
-        """Until when its output was held back; 0: it never was."""
-        self.sequence: EngineSequence | None = None
-        """In the engine that it was given to last."""
-        self.said_before = 0
-        """Tokens said on instances that it was moved away from."""
-        self.kept: EngineSequence | None = None
-        """The sequence in the prefill instance that holds its KV."""
-
-    def gap(self, gap_ns: int, spoke_ns: int) -> None:
-        if gap_ns > self.gap_ns:
-            self.gap_ns = gap_ns
-        self.spoke_ns = spoke_ns
-
-    def _seen(self, at_ns: int | None) -> int | None:
-        """When the client saw what happened at `at_ns`."""
-        return at_ns if at_ns is None or at_ns >= self.delivered_ns else self.delivered_ns
-
-    def outcome(self) -> Outcome:
-        arrival = self.arrival
-        return Outcome(
-            arrival_ns=arrival.at_ns,
-            prompt_tokens=arrival.prompt_tokens,
-            output_tokens=arrival.output_tokens,
-            instance=self.instance,
-            first_token_ns=self._seen(self.first_ns),
-            decode_began_ns=self._seen(self.decode_began_ns),
-            finished_ns=self._seen(self.finished_ns),
-            preemptions=self.preemptions,
-            cached_tokens=self.cached_tokens,
-            refused=self.refused,
-            model=arrival.model,
-            client=arrival.client,
-            itl_max_ns=self.gap_ns if self.finished_ns is not None else None,
-        )
-
-
 class _Cluster:
     def __init__(
         self,
@@ -168,22 +95,23 @@ class _Cluster:
         settings: ClusterSettings,
         watch: Callable[[Instance, int], None] | None,
     ) -> None:
-        self._instances: list[Instance] = []
+        self.instances: list[Instance] = []
         self._dispatch = dispatch
         self._settings = settings
         self._watch = watch
-        self._links = None if settings.network is None else Links(settings.network)
         self._status_delay_ns = round(settings.status_delay_s * NS)
         self._send_delay_ns = round(settings.send_delay_s * NS)
-        self._lives: list[_Life] = []
+        self.lives: list[Life] = []
         self._events: list[tuple[int, int, Callable[[Any], None], Any]] = []
         self._made = 0
-        self._now_ns = 0
+        self.now_ns = 0
         self._steps = 0
-        self._touched: list[Instance] = []
+        self.touched: list[Instance] = []
         """Who may be able to begin a step now."""
         for spec in specs:
             self._add(spec, round(spec.joins_at_s * NS))
+        network, between_steps = settings.network, settings.copies_between_steps
+        self._kv = None if network is None else KvHandOver(self, network, copies_between_steps=between_steps)
 
     # The loop
 
@@ -197,38 +125,38 @@ class _Cluster:
                 raise ValueError(f"arrivals are not in order: {at_ns} ns after {last_ns} ns")
             last_ns = at_ns
             while events and events[0][0] <= at_ns:
-                self._now_ns, _, action, subject = pop(events)
+                self.now_ns, _, action, subject = pop(events)
                 action(subject)
-            self._now_ns = at_ns
+            self.now_ns = at_ns
             self._arrive(arrival)
         drain_s = self._settings.drain_s
         until_ns = None if drain_s is None else last_ns + round(drain_s * NS)
         while events and (until_ns is None or events[0][0] <= until_ns):
-            self._now_ns, _, action, subject = pop(events)
+            self.now_ns, _, action, subject = pop(events)
             action(subject)
         return self._result()
 
-    def _at(self, at_ns: int, action: Callable[[Any], None], subject: Any) -> None:
+    def at(self, at_ns: int, action: Callable[[Any], None], subject: Any) -> None:
         self._made += 1
         heapq.heappush(self._events, (at_ns, self._made, action, subject))
 
     def _arrive(self, arrival: Arrival) -> None:
         request = Request(
-            len(self._lives),
+            len(self.lives),
             arrival.at_ns,
             arrival.prompt_tokens,
             arrival.block_keys,
             arrival.model,
             arrival.client,
         )
-        self._lives.append(_Life(request, arrival))
-        self._tell(Arrived(request))
-        self._wake()
+        self.lives.append(Life(request, arrival))
+        self.tell(Arrived(request))
+        self.wake()
 
     # The policy
 
-    def _tell(self, event: Event) -> None:
-        for effect in self._dispatch.handle(event, self._now_ns):
+    def tell(self, event: Event) -> None:
+        for effect in self._dispatch.handle(event, self.now_ns):
             self._obey(effect)
 
     def _obey(self, effect: Effect) -> None:
@@ -236,74 +164,76 @@ class _Cluster:
             case Send():
                 self._send(effect)
             case Transfer():
-                self._expect(effect)
+                if self._kv is None:
+                    raise BadDispatch(f"{effect}: the cluster has no network for KV (ClusterSettings.network)")
+                self._kv.expect(effect)
             case Refuse(number):
-                life = self._lives[number]
+                life = self.lives[number]
                 if life.instance >= 0 or life.refused:
                     raise BadDispatch(f"{effect}: the request was sent or refused before")
                 life.refused = True
             case Gate(number, prefill_open):
-                instance = self._instances[number]
+                instance = self.instances[number]
                 instance.engine.prefill_open = prefill_open
-                self._touched.append(instance)
+                self.touched.append(instance)
             case SetPhase(number, phase, prompt_tokens_max):
-                instance = self._instances[number]
+                instance = self.instances[number]
                 instance.engine.phase = phase
                 instance.engine.prompt_tokens_max = prompt_tokens_max
-                self._touched.append(instance)
+                self.touched.append(instance)
             case Deliver(number):
-                self._lives[number].delivered_ns = self._now_ns
+                self.lives[number].delivered_ns = self.now_ns
             case Start(like, at_ns):
-                if at_ns < self._now_ns:
-                    raise BadDispatch(f"{effect}: that was before now, {self._now_ns} ns")
-                self._add(self._instances[like].spec, at_ns)
+                if at_ns < self.now_ns:
+                    raise BadDispatch(f"{effect}: that was before now, {self.now_ns} ns")
+                self._add(self.instances[like].spec, at_ns)
             case Retire(number):
-                instance = self._instances[number]
+                instance = self.instances[number]
                 instance.retired = True
                 self._leave_if_done(instance)
             case Move():
                 self._move(effect)
             case SetTimer(at_ns, key):
-                if at_ns < self._now_ns:
-                    raise BadDispatch(f"{effect}: that was before now, {self._now_ns} ns")
-                self._at(at_ns, self._fire, key)
+                if at_ns < self.now_ns:
+                    raise BadDispatch(f"{effect}: that was before now, {self.now_ns} ns")
+                self.at(at_ns, self._fire, key)
             case _:
                 assert_never(effect)
 
     def _fire(self, key: int) -> None:
-        self._tell(TimerFired(key))
-        self._wake()
+        self.tell(TimerFired(key))
+        self.wake()
 
     def _report(self, status: StepEnded) -> None:
-        self._tell(status)
-        self._wake()
+        self.tell(status)
+        self.wake()
 
     def _send(self, send: Send) -> None:
-        life = self._lives[send.number]
+        life = self.lives[send.number]
         if life.instance >= 0 or life.refused:
             raise BadDispatch(f"{send}: the request was sent or refused before")
-        if self._instances[send.instance].spec.role is Role.DECODE:
+        if self.instances[send.instance].spec.role is Role.DECODE:
             raise BadDispatch(f"{send}: that instance only decodes")
         self._give(life, send)
 
-    def _give(self, life: _Life, effect: Send | Move) -> None:
-        instance = self._instances[effect.instance]
+    def _give(self, life: Life, effect: Send | Move) -> None:
+        instance = self.instances[effect.instance]
         if not instance.serving or instance.retired:
             raise BadDispatch(f"{effect}: that instance does not serve {'any more' if instance.retired else 'yet'}")
         life.instance = instance.number
         if self._send_delay_ns:
             instance.coming.add(life.request.number)
-            self._at(self._now_ns + self._send_delay_ns, self._submit_late, life)
+            self.at(self.now_ns + self._send_delay_ns, self._submit_late, life)
         else:
             self._submit(life)
 
-    def _submit_late(self, life: _Life) -> None:
-        self._instances[life.instance].coming.discard(life.request.number)
+    def _submit_late(self, life: Life) -> None:
+        self.instances[life.instance].coming.discard(life.request.number)
         self._submit(life)
-        self._wake()
+        self.wake()
 
-    def _submit(self, life: _Life) -> None:
-        arrival, instance = life.arrival, self._instances[life.instance]
+    def _submit(self, life: Life) -> None:
+        arrival, instance = life.arrival, self.instances[life.instance]
         sequence = life.sequence = EngineSequence(
             life.request.number,
             arrival.prompt_tokens + life.said_before,
@@ -313,41 +243,41 @@ class _Cluster:
             owner=life,
         )
         try:
-            instance.engine.submit(sequence, self._now_ns / NS)
+            instance.engine.submit(sequence, self.now_ns / NS)
         except TooLong:
             life.refused = True
-            self._tell(Ended(life.request, instance.number, False))
+            self.tell(Ended(life.request, instance.number, False))
             return
-        self._touched.append(instance)
+        self.touched.append(instance)
 
     # Instances that come and go
 
     def _add(self, spec: InstanceSpec, at_ns: int) -> None:
-        instance = Instance(len(self._instances), spec, self._now_ns)
-        self._instances.append(instance)
+        instance = Instance(len(self.instances), spec, self.now_ns)
+        self.instances.append(instance)
         if at_ns:
-            self._at(at_ns, self._join, instance)
+            self.at(at_ns, self._join, instance)
         else:
             instance.serving = True
 
     def _join(self, instance: Instance) -> None:
         instance.serving = True
-        self._tell(Joined(instance.number))
-        self._wake()
+        self.tell(Joined(instance.number))
+        self.wake()
 
     def _leave_if_done(self, instance: Instance) -> None:
         if instance.is_done and instance.left_ns is None:
-            instance.left_ns = self._now_ns
-            self._tell(Left(instance.number))
+            instance.left_ns = self.now_ns
+            self.tell(Left(instance.number))
 
     def _move(self, move: Move) -> None:
         """The running step's token, if it has a part in one, is lost with its place in the batch."""
-        life = self._lives[move.number]
-        if life.instance < 0 or self._instances[life.instance].spec.role is not Role.WHOLE:
+        life = self.lives[move.number]
+        if life.instance < 0 or self.instances[life.instance].spec.role is not Role.WHOLE:
             raise BadDispatch(f"{move}: the request is with no instance that it could be moved from")
         if life.finished_ns is not None or life.refused:
             return
-        source, sequence = self._instances[life.instance], life.sequence
+        source, sequence = self.instances[life.instance], life.sequence
         if life.request.number in source.coming or sequence is None:
             raise BadDispatch(f"{move}: the request is still on its way to instance {source.number}")
         if life.decoding:
@@ -357,31 +287,31 @@ class _Cluster:
             life.decode_began_ns = round(sequence.decode_began_at_s * NS)
         life.said_before += source.engine.produced(sequence)
         life.preemptions += sequence.preemptions
-        source.engine.abort(sequence, self._now_ns / NS)
-        self._touched.append(source)
+        source.engine.abort(sequence, self.now_ns / NS)
+        self.touched.append(source)
         self._give(life, move)
         self._leave_if_done(source)
 
     # Steps
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Begin a step wherever something has changed and none runs."""
-        while self._touched:
-            instance = self._touched.pop()
-            if instance.engine.step is None and instance.held_until_ns <= self._now_ns:
+        while self.touched:
+            instance = self.touched.pop()
+            if instance.engine.step is None and instance.held_until_ns <= self.now_ns:
                 self._begin(instance)
 
     def _begin(self, instance: Instance) -> None:
-        running = instance.engine.begin_step(self._now_ns / NS)
+        running = instance.engine.begin_step(self.now_ns / NS)
         if running is not None:
             # At least one nanosecond, so that time goes on whatever a model says.
             duration_ns = max(1, round((running.ends_at_s - running.began_at_s) * NS))
-            self._at(self._now_ns + duration_ns, self._end, instance)
-        if instance.spec.role is Role.DECODE:
-            self._admitted(instance)
+            self.at(self.now_ns + duration_ns, self._end, instance)
+        if self._kv is not None and instance.spec.role is Role.DECODE:
+            self._kv.admitted(instance)
 
     def _end(self, instance: Instance) -> None:
-        engine, now_ns = instance.engine, self._now_ns
+        engine, now_ns = instance.engine, self.now_ns
         running = engine.step
         assert running is not None
         outcome = engine.end_step()
@@ -399,31 +329,31 @@ class _Cluster:
             self._finished(instance, sequence)
         if self._watch is not None:
             self._watch(instance, now_ns)
-        self._touched.append(instance)
+        self.touched.append(instance)
         if self._dispatch.watches_steps:
             status = _status(instance, running, outcome, began_ns, now_ns)
             if self._status_delay_ns:
-                self._at(now_ns + self._status_delay_ns, self._report, status)
+                self.at(now_ns + self._status_delay_ns, self._report, status)
             else:
-                self._tell(status)
-        if instance.expected:
-            self._start_transfers(instance)
+                self.tell(status)
+        if self._kv is not None and instance.spec.role is not Role.WHOLE:
+            self._kv.step_ended(instance)
         if instance.retired:
             self._leave_if_done(instance)
-        self._wake()
+        self.wake()
 
     def _preempted(self, instance: Instance, outcome: StepOutcome) -> None:
         for sequence in outcome.preempted:
-            life: _Life = sequence.owner
+            life: Life = sequence.owner
             if life.decoding:
                 life.gap(*instance.gaps.longest(life.spoke_ns, sequence.joined_at))
                 life.decoding = False
 
     def _prefilled(self, running: RunningStep, outcome: StepOutcome) -> None:
         """First tokens, and tokens of those who were preempted and computed again."""
-        now_ns = self._now_ns
+        now_ns = self.now_ns
         for sequence in outcome.said_first:
-            life: _Life = sequence.owner
+            life: Life = sequence.owner
             if life.first_ns is None:
                 life.first_ns = life.spoke_ns = now_ns
             else:
@@ -437,7 +367,7 @@ class _Cluster:
                     life.decoding = True
 
     def _finished(self, instance: Instance, sequence: EngineSequence) -> None:
-        life: _Life = sequence.owner
+        life: Life = sequence.owner
         life.preemptions += sequence.preemptions
         if sequence.decode_began_at_s is not None and life.decode_began_ns is None:
             life.decode_began_ns = round(sequence.decode_began_at_s * NS)
@@ -445,114 +375,35 @@ class _Cluster:
             life.cached_tokens = sequence.cached_tokens
         if sequence.prefill_only and life.arrival.output_tokens > 1:
             life.kept = sequence
-            self._tell(Prefilled(life.request, instance.number))
+            if self._kv is not None and isinstance(instance.spec.connector, ObjectStore):
+                instance.to_put.append(sequence)
+            else:
+                self.tell(Prefilled(life.request, instance.number))
             return
         if sequence.prefill_only:
             instance.engine.release(sequence)
-        elif life.spoke_ns != self._now_ns:
+        elif life.spoke_ns != self.now_ns:
             # Its last token came from a decode step, and not just now from computing a prompt again.
             life.gap(*instance.gaps.longest(life.spoke_ns, sequence.joined_at))
         if life.decode_began_ns is None and life.arrival.output_tokens > 1:
             # Preempted before it ever decoded: each token came from computing its prompt, the last one just now.
-            life.decode_began_ns = self._now_ns
-        life.finished_ns = self._now_ns
-        self._tell(Ended(life.request, instance.number, True))
-
-    # KV on its way
-
-    def _expect(self, transfer: Transfer) -> None:
-        life = self._lives[transfer.number]
-        if life.kept is None:
-            raise BadDispatch(f"{transfer}: no prefill instance holds its KV")
-        if self._links is None:
-            raise BadDispatch(f"{transfer}: the cluster has no network for KV (ClusterSettings.network)")
-        instance = self._instances[transfer.instance]
-        if instance.spec.role is not Role.DECODE:
-            raise BadDispatch(f"{transfer}: that instance does not decode for others")
-        source = life.instance
-        room = instance.room_for(life.arrival.prompt_tokens)
-        if room > instance.engine.kv_tokens_total or not _fits_alone(instance, life.arrival):
-            self._give_up(life, source, instance)
-            return
-        instance.expected.append((transfer.number, source))
-        self._start_transfers(instance)
-
-    def _give_up(self, life: _Life, source: int, instance: Instance) -> None:
-        """Its KV can never be held where it should go."""
-        assert life.kept is not None
-        prefill = self._instances[source]
-        prefill.engine.release(life.kept)
-        self._touched.append(prefill)
-        life.kept, life.refused = None, True
-        self._tell(Ended(life.request, instance.number, False))
-
-    def _start_transfers(self, instance: Instance) -> None:
-        """Let KV come while there is room, in the order in which it was asked for."""
-        assert self._links is not None
-        between_steps = self._settings.copies_between_steps
-        if between_steps and instance.engine.step is not None:
-            return  # once it has ended
-        while instance.expected:
-            number, source = instance.expected[0]
-            life = self._lives[number]
-            room = instance.room_for(life.arrival.prompt_tokens)
-            if room > instance.engine.kv_tokens_free - instance.reserved_tokens:
-                return
-            instance.expected.popleft()
-            instance.reserved_tokens += room
-            prefill = self._instances[source]
-            message_bytes = life.arrival.prompt_tokens * prefill.spec.model.kv_bytes_per_token()
-            there_ns = self._links.send(prefill.spec.node, instance.spec.node, message_bytes, self._now_ns)
-            life.instance = instance.number
-            if between_steps:
-                instance.held_until_ns = there_ns
-            self._at(there_ns, self._transferred, (life, prefill))
-
-    def _transferred(self, subject: tuple[_Life, Instance]) -> None:
-        life, prefill = subject
-        assert life.kept is not None
-        prefill.engine.release(life.kept)
-        life.kept = None
-        instance = self._instances[life.instance]
-        sequence = EngineSequence(
-            life.request.number,
-            life.arrival.prompt_tokens,
-            life.arrival.output_tokens,
-            prefilled=True,
-            owner=life,
-        )
-        instance.engine.submit(sequence, self._now_ns / NS)
-        instance.arriving.append(sequence)
-        self._touched += [prefill, instance]
-        self._wake()
-
-    def _admitted(self, instance: Instance) -> None:
-        """Room that was promised is in use once the engine has taken its sequence in."""
-        still = []
-        for sequence in instance.arriving:
-            if sequence.place is Place.ARRIVED:
-                still.append(sequence)
-            else:
-                instance.reserved_tokens -= instance.room_for(sequence.prompt_tokens)
-        instance.arriving = still
+            life.decode_began_ns = self.now_ns
+        life.finished_ns = self.now_ns
+        self.tell(Ended(life.request, instance.number, True))
 
     # The result
 
     def _result(self) -> Run:
-        lives = self._lives
+        lives = self.lives
         return Run(
             outcomes=Outcomes(life.outcome() for life in lives),
-            phases=[instance.phases for instance in self._instances],
-            instances=[_figures(instance, self._now_ns) for instance in self._instances],
-            lanes={} if self._links is None else self._links.lanes,
-            duration_ns=self._now_ns,
+            phases=[instance.phases for instance in self.instances],
+            instances=[_figures(instance, self.now_ns) for instance in self.instances],
+            lanes={} if self._kv is None else self._kv.lanes,
+            duration_ns=self.now_ns,
             steps=self._steps,
             unfinished=sum(1 for life in lives if life.finished_ns is None and not life.refused),
         )
-
-
-def _fits_alone(instance: Instance, arrival: Arrival) -> bool:
-    return arrival.prompt_tokens + arrival.output_tokens - 1 <= instance.engine.kv_tokens_total
 
 
 def _status(instance: Instance, running: RunningStep, outcome: StepOutcome, began_ns: int, ended_ns: int) -> StepEnded:

@@ -16,6 +16,10 @@ from serai.engine_emulator.batching.settings import Phase
 StepKind = Literal["prefill", "decode", "mixed"]
 
 
+class BadDispatch(RuntimeError):
+    """A policy asked for what cannot be; the text names the effect."""
+
+
 class Request(NamedTuple):
     """What a router knows of a request: not how long its answer will be."""
 

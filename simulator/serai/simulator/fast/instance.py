@@ -15,6 +15,7 @@ from serai.engine_emulator.batching.sequence import Sequence
 from serai.engine_emulator.batching.settings import BatchSettings
 from serai.performance.latency_model import LatencyModel, Step
 from serai.simulator.fast.dispatch import StepKind
+from serai.simulator.fast.kv_connectors import Connector
 
 
 class Role(StrEnum):
@@ -44,6 +45,8 @@ class InstanceSpec:
     """Of all its GPUs together, while no step runs."""
     joins_at_s: float = 0.0
     """From when it serves; it has its GPUs from the start of the run."""
+    connector: Connector | None = None
+    """How it hands KV over, where it prefills or decodes only. None: over a link, at no cost to itself."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.joins_at_s < math.inf:
@@ -138,6 +141,7 @@ class Instance:
         "serving",
         "spec",
         "taken_ns",
+        "to_put",
     )
 
     def __init__(self, number: int, spec: InstanceSpec, taken_ns: int = 0) -> None:
@@ -162,6 +166,8 @@ class Instance:
         """Room promised to KV that is on its way or not admitted yet."""
         self.arriving: list[Sequence] = []
         """Whose KV has come but that the engine has not admitted."""
+        self.to_put: list[Sequence] = []
+        """Computed in the step that has just ended, to go to a store."""
 
     @property
     def is_done(self) -> bool:

@@ -28,13 +28,17 @@ class PaperCluster:
     inside: Link
     between: Link
     tensor: dict[str, int]
+    one_a_node: tuple[str, ...] = ()
+    """Systems that had each instance on a node of its own, as far as nodes go."""
 
     def instances(self, model: str) -> int:
         """How many instances of `model` the main runs had."""
         return self.gpus_used // self.tensor[model]
 
-    def instances_per_node(self, model: str) -> int:
-        """How many instances share a node's links."""
+    def instances_per_node(self, model: str, system: str = "") -> int:
+        """How many instances of `system` share a node's links."""
+        if system in self.one_a_node and self.instances(model) <= self.nodes:
+            return 1
         return 8 // self.tensor[model]
 
     @property
@@ -71,6 +75,7 @@ CLUSTERS: dict[str, PaperCluster] = {
             inside=LINKS["pcie4"],
             between=LINKS["ethernet-10g"],
             tensor={"llama-30b": 4, "codellama-34b": 4, "qwen2-72b": 8},
+            one_a_node=("mooncake",),
         ),
         PaperCluster(
             "a800",

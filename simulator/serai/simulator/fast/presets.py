@@ -6,8 +6,12 @@
 | `vllm-v1` | vLLM V1: prompt chunks share steps with decoding | round robin |
 | `sglang` | SGLang's default loop: prompts first, in pieces of 8,192 | round robin |
 | `sarathi` | decoding first, prompt chunks in what is left of 512 tokens a step | round robin |
-| `distserve` | prefill and decode on different instances of a node | least loaded |
-| `mooncake` | prefill and decode on instances anywhere, KV over the network | least loaded |
+| `distserve` | DistServe as released: pairs of one prefill and one decode instance on a node | least loaded pair |
+| `mooncake` | vLLM V0 with Mooncake's store: prefill and decode anywhere, KV through the store | round robin |
+| `distserve-ideal` | prefill and decode on different instances of a node, in any ratio | least loaded |
+| `mooncake-ideal` | prefill and decode anywhere, KV over the network at no cost to engines | least loaded |
+
+What the released ones do: `kv_connectors`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from serai.performance.roofline import RooflineModel
 from serai.simulator.fast.disaggregated import Disaggregated
 from serai.simulator.fast.dispatch import Dispatch
 from serai.simulator.fast.instance import InstanceSpec, Role
+from serai.simulator.fast.kv_connectors import Connector, Migration, ObjectStore
 from serai.simulator.fast.routed import Routed, routing_policy
 from serai.simulator.fast.step_times import SlowerSteps, StepEnergy
 
@@ -75,20 +80,26 @@ ENGINES: dict[str, EnginePreset] = {
         EnginePreset("sglang", BatchMode.PREFILL_FIRST, 16384, sequences_max=1024, chunk_tokens_max=8192),
         EnginePreset("sarathi", BatchMode.MIXED, 512, chunk_tokens_max=512, prefix_cache=False),
         EnginePreset("padg", BatchMode.PHASE_GATED, 8192, prefix_cache=False, decode_reserve=0.0),
+        # `--context-max-tokens-per-batch` and both `max-batch-size` as `distserve/engine.py` has them by default.
+        EnginePreset("distserve", BatchMode.PREFILL_FIRST, 4096, prefix_cache=False, decode_reserve=0.0),
     )
 }
-DISAGGREGATED = ("distserve", "mooncake")
+IDEAL = {"distserve": "distserve-ideal", "mooncake": "mooncake-ideal"}
+"""Disaggregated systems as released, and what each would be if handing KV over cost its engines nothing."""
+DISAGGREGATED = (*IDEAL, *IDEAL.values())
+_ANYWHERE = ("mooncake", "mooncake-ideal")
+"""Send KV to any node."""
 SYSTEMS: tuple[str, ...] = ("vllm", "vllm-v1", "sglang", "sarathi", *DISAGGREGATED)
 """What can be named in a scenario. `padg` is an engine only: what makes it a system is its macro-scheduler."""
 
 
 def engine_preset(name: str) -> EnginePreset:
-    """The engine `name`; those of `distserve` and `mooncake` are vLLM's. Raises UnknownPreset."""
-    if name in DISAGGREGATED:
-        return ENGINES["vllm"]
+    """The engine `name`; those of disaggregated systems are vLLM's, but for DistServe's own. Raises UnknownPreset."""
     found = ENGINES.get(name)
+    if found is None and name in DISAGGREGATED:
+        return ENGINES["vllm"]
     if found is None:
-        known = (*ENGINES, *DISAGGREGATED)
+        known = tuple(dict.fromkeys((*ENGINES, *DISAGGREGATED)))
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
         raise UnknownPreset(f"no engine preset {name!r}: {hint}")
@@ -146,33 +157,64 @@ def disaggregated_system(
     *,
     engine: EnginePreset | None = None,
     overheads: Overheads | None = None,
-    policy: str = "least-loaded",
+    policy: str | None = None,
     kv_tokens: int | None = None,
     gpus: int = 1,
 ) -> System:
-    """`prefill` and `decode` engines. `distserve` spreads both over every node and sends KV only within a node, so the
-    ratio must be the same in each; `mooncake` fills nodes with prefill instances first and sends KV anywhere. The
-    ingress's `policy` chooses on both sides.
+    """`prefill` and `decode` engines. `distserve-ideal` spreads both over every node and sends KV only within a node,
+    so the ratio must be the same in each; `distserve` has pairs, one of each kind; `mooncake` and `mooncake-ideal` fill
+    nodes with prefill instances first and send KV anywhere. The ingress's `policy` chooses on both sides
+    (`default_policy` without).
 
-    Raises ValueError when a node of `distserve` would have only one kind.
+    Raises ValueError when a node of DistServe would have only one kind, or no pair for somebody.
     """
-    spec = instance_spec(engine or engine_preset(name), model, overheads or Overheads(), kv_tokens, gpus)
+    overheads = overheads or Overheads()
+    spec = instance_spec(engine or engine_preset(name), model, overheads, kv_tokens, gpus)
+    spec = replace(spec, connector=connector(name, model, overheads))
     roles = _roles(name, prefill, decode, instances_per_node)
     specs = [replace(spec, role=role, node=node) for role, node in roles]
     of_role = {role: [n for n, one in enumerate(specs) if one.role is role] for role in (Role.PREFILL, Role.DECODE)}
+    pairs = name == "distserve"
     peers = {
         instance: [
-            other for other in of_role[Role.DECODE] if name == "mooncake" or specs[other].node == specs[instance].node
+            other
+            for other in of_role[Role.DECODE]
+            if name in _ANYWHERE or (other == instance + 1 if pairs else specs[other].node == specs[instance].node)
         ]
         for instance in of_role[Role.PREFILL]
     }
-    make_policy = routing_policy(policy)
-    return System(f"{name} {prefill}:{decode}", specs, lambda: Disaggregated(of_role[Role.PREFILL], peers, make_policy))
+    make_policy = routing_policy(policy or default_policy(name))
+    return System(
+        f"{name} {prefill}:{decode}",
+        specs,
+        lambda: Disaggregated(of_role[Role.PREFILL], peers, make_policy, pairs=pairs),
+    )
+
+
+def default_policy(name: str) -> str:
+    """How a disaggregated system chooses instances. Mooncake's proxy takes them in turn; DistServe has no proxy."""
+    return "round-robin" if name == "mooncake" else "least-loaded"
+
+
+def connector(name: str, model: LatencyModel, overheads: Overheads) -> Connector | None:
+    """How the disaggregated system `name` hands KV over; None for ideal ones."""
+    if name == "distserve":
+        return Migration()
+    if name != "mooncake":
+        return None
+    if not isinstance(model, RooflineModel):
+        return ObjectStore(step_s=overheads.step_s or 0.0)
+    step_s = model.profile.overheads.step_s if overheads.step_s is None else overheads.step_s
+    # Hidden states are of two bytes, as weights and KV of all models here.
+    return ObjectStore(model.parallelism.tensor, 2.0 * model.card.hidden, step_s)
 
 
 def ratios(instances: int, instances_per_node: int, name: str) -> list[tuple[int, int]]:
     """Every prefill : decode ratio that `instances` can be split into."""
-    if name == "mooncake":
+    if name == "distserve":
+        whole = instances % 2 == 0 and instances_per_node % 2 == 0
+        return [(instances // 2, instances // 2)] if whole else []
+    if name in _ANYWHERE:
         return [(prefill, instances - prefill) for prefill in range(1, instances)]
     if instances_per_node < 2 or instances % instances_per_node:
         return []
@@ -201,7 +243,16 @@ def _roles(name: str, prefill: int, decode: int, instances_per_node: int) -> lis
     if prefill < 1 or decode < 1:
         raise ValueError(f"{name} needs at least one instance of each kind, not {prefill} and {decode}")
     total = prefill + decode
-    if name == "mooncake":
+    if name == "distserve":
+        if prefill != decode or instances_per_node % 2:
+            raise ValueError(
+                f"distserve has pairs of one prefill and one decode instance on a node: {prefill} and {decode} with "
+                f"{instances_per_node} a node are none (distserve-ideal takes any ratio that is the same in each node)"
+            )
+        return [
+            (role, number // instances_per_node) for number, role in enumerate([Role.PREFILL, Role.DECODE] * prefill)
+        ]
+    if name in _ANYWHERE:
         order = [Role.PREFILL] * prefill + [Role.DECODE] * decode
         return [(role, number // instances_per_node) for number, role in enumerate(order)]
     nodes = -(-total // instances_per_node)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from serai.bench.simulate.study.cells import Candidate, Slice, decode_share
-from serai.bench.simulate.study.paper_figures import FUDG
 from serai.bench.simulate.study.scans import Effort, ScanJob, best_of
 from serai.bench.simulate.study.systems import prefill_choices
+from serai.simulator.fast.presets import DISAGGREGATED
 from serai.simulator.goodput import GoodputScan
 
 
@@ -47,7 +47,7 @@ class Comparison:
         for where in self.slices:
             for system in self.systems:
                 candidates = candidates_for(system, where, self.ratios_max)
-                effort = thrifty(self.effort) if system in FUDG else self.effort
+                effort = thrifty(self.effort) if system in DISAGGREGATED else self.effort
                 self.jobs[where, system] = [ScanJob(where, one, effort, cv=self.cv) for one in candidates]
         return [job for jobs in self.jobs.values() for job in jobs]
 
@@ -69,7 +69,7 @@ def thrifty(effort: Effort) -> Effort:
 def candidates_for(system: str, where: Slice, most: int) -> list[Candidate]:
     """`system` itself, or, disaggregated, with the `most` numbers of prefill instances nearest to where both kinds
     would have as much to do."""
-    if system not in FUDG:
+    if system not in DISAGGREGATED:
         return [Candidate(system)]
     balanced = (1 - decode_share(where)) * where.instances
     choices = sorted(prefill_choices(system, where), key=lambda prefill: (abs(prefill - balanced), prefill))

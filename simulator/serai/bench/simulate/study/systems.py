@@ -86,7 +86,7 @@ def run_cell(cell: Cell, *, phases: bool = False) -> Run:
     cluster = CLUSTERS[cell.where.cluster]
     settings = ClusterSettings(
         network=cluster.network,
-        copies_between_steps=cell.candidate.system == "distserve",
+        copies_between_steps=cell.candidate.system == "distserve-ideal",
         drain_s=DRAIN_S,
         keep_phases=phases,
     )
@@ -101,7 +101,7 @@ def built(cell: Cell) -> System:
     model, gpus = cluster.latency_model(where.model), cluster.tensor[where.model]
     if candidate.system in DISAGGREGATED:
         prefill = candidate.prefill
-        per_node = cluster.instances_per_node(where.model)
+        per_node = cluster.instances_per_node(where.model, candidate.system)
         return disaggregated_system(
             candidate.system,
             model,
@@ -138,7 +138,7 @@ def _macro_scheduled(cell: Cell) -> System:
 
 def prefill_choices(system: str, where: Slice) -> list[int]:
     """Every number of prefill instances that a disaggregated `system` can have at `where`."""
-    per_node = CLUSTERS[where.cluster].instances_per_node(where.model)
+    per_node = CLUSTERS[where.cluster].instances_per_node(where.model, system)
     return [prefill for prefill, _ in ratios(where.instances, per_node, system)]
 
 
