@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from integration.nats_parts import certificate, plain, running
 from integration.system import System
 from serai.contracts.subjects import SNAPSHOT
-from serai.runtime.bus import BusDisconnected, Message, NoResponders
+from serai.runtime.bus import BusDisconnected, BusError, Message, NoResponders
 from serai.runtime.nats_bus import WRITE_MESSAGES, NatsAddress, NatsBus
 
 
@@ -98,5 +101,27 @@ def test_nothing_is_kept_while_disconnected_and_subscriptions_come_back(system: 
             assert await received.get() == b"fresh"
         await agent.aclose()
         await ingress.aclose()
+
+    asyncio.run(main())
+
+
+def test_tls_in_an_address_means_tls(system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has none, or whoever answers in its place, is not talked to in the clear."""
+
+    async def main() -> None:
+        clear = address(system, "ingress")
+        with pytest.raises(BusError, match=r"the server has no TLS, and the address says tls://"):
+            await NatsBus.connect(replace(clear, url=clear.url.replace("nats://", "tls://")), "ingress", timeout_s=2)
+        cert_file, key_file = certificate(tmp_path)
+        server = plain(tmp_path / "tls", f'tls {{ cert_file: "{cert_file}", key_file: "{key_file}" }}')
+        with running(server):
+            private = NatsAddress(f"tls://127.0.0.1:{server.port}")
+            with pytest.raises(BusError, match="CERTIFICATE_VERIFY_FAILED"):
+                await NatsBus.connect(private, "plain", timeout_s=2)
+            monkeypatch.setenv("SSL_CERT_FILE", str(cert_file))
+            for one in (private, NatsAddress(server.url)):  # Who does not ask for it gets it all the same.
+                bus = await NatsBus.connect(one, "plain")
+                await bus.barrier()
+                await bus.aclose()
 
     asyncio.run(main())

@@ -152,6 +152,14 @@ class _DirectClient(Client):  # type: ignore[misc]
             self._transport.close()
         await super()._connect_to_server(s)
 
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """`tls://` means TLS: nats-py goes on in the clear with a server that does not ask for it, and so with anybody
+        who answers in its place."""
+        asked = self._current_server is not None and self._current_server.uri.scheme == "tls"
+        if initial_connection and asked and not info.get("tls_required"):
+            raise nats.errors.Error("the server has no TLS, and the address says tls://")
+        await super()._process_info(info, initial_connection=initial_connection)
+
     async def _attempt_reconnect(self) -> None:
         try:
             await super()._attempt_reconnect()
@@ -236,6 +244,7 @@ class NatsBus:
         self._refused: dict[str, None] = {}
         self._trying: list[str] | None = None
         self._authorization_error: Exception | None = None
+        self._connect_error: Exception | None = None
         self._refusals = 0
         self._ejected_s: deque[float] = deque(maxlen=EJECTIONS_MAX)
         self._established = False
@@ -277,6 +286,7 @@ class NatsBus:
         if address.nkey_file is not None:
             options["nkeys_seed_str"] = _read_seed(address.nkey_file)
         if address.credentials_file is not None:
+            _check_credentials(address.credentials_file)
             options["user_credentials"] = str(address.credentials_file)
         try:
             async with asyncio.timeout(timeout_s):
@@ -309,7 +319,7 @@ class NatsBus:
             bus._closing = True
             await _quietly(client.close())
             # While it retries, nats-py tells the reason only to the error callback.
-            raise BusError(_connect_advice(address, bus._authorization_error or error)) from error
+            raise BusError(_connect_advice(address, bus._authorization_error or bus._connect_error or error)) from error
         bus._connected_now()
         bus._established = True
         return bus
@@ -537,6 +547,7 @@ class NatsBus:
             self._refusals += 1
             if self._refusals >= REFUSALS_MAX:
                 self._end(f"NATS at {self._address} refuses this service's credentials now; have they expired?")
+        self._connect_error = error
         log.warning("bus.error", error=text or repr(error))
 
     def _lose(self, loss: Loss) -> None:
@@ -628,6 +639,20 @@ def _read_seed(path: Path) -> str:
     return seed
 
 
+_CREDENTIALS = re.compile(r"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED-+\s+(SU\S+)\s+-+END", re.DOTALL)
+
+
+def _check_credentials(path: Path) -> None:
+    """nats-py raises what is below it when a file of credentials is none. Raises BusError."""
+    try:
+        found = _CREDENTIALS.search(path.read_text())
+        nkeys.from_seed(bytearray(found[1].encode() if found else b""))
+    except OSError as error:
+        raise BusError(f"cannot read the NATS credentials {path}: {error.strerror}") from error
+    except Exception as error:  # nkeys and what is below it raise a dozen kinds.
+        raise BusError(f"{path} holds no NATS credentials: it must have a user's JWT and its nkey seed") from error
+
+
 def _traced_only(subject: str, traces_to: str) -> tuple[bytes, bytes]:
     """A message that the server checks as any other and delivers to nobody; where it would have gone is told to
     `traces_to`. When that is a subject we may not publish to, the server refuses it and looks no further."""
@@ -640,7 +665,9 @@ def _instance(subject: str) -> str:
 
 
 def _connect_advice(address: NatsAddress, error: Exception) -> str:
-    text = str(error) or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error) or "no answer in time"
+    if isinstance(error, ConnectionError) and error.errno:
+        text = os.strerror(error.errno)  # asyncio's own words are of its calls.
     if "authorization" in text.lower():
         return f"NATS at {address} refuses these credentials; check --nats-nkey-file or --nats-creds-file"
     return f"cannot reach NATS at {address} ({text}); is it running, and is --nats-url right?"
