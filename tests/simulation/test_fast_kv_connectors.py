@@ -8,7 +8,7 @@ import pytest
 
 from serai.performance.hardware import Link
 from serai.simulator.fast.cluster import ClusterSettings, simulate
-from serai.simulator.fast.dispatch import BadDispatch
+from serai.simulator.fast.dispatch import Arrived, BadDispatch, Prefilled, Request, Send, Transfer
 from serai.simulator.fast.instance import Instance
 from serai.simulator.fast.kv_connectors import Migration, ObjectStore, segment
 from serai.simulator.fast.links import Network
@@ -107,6 +107,15 @@ def test_a_prefill_instance_forgets_what_is_in_the_store() -> None:
     assert last_computed_ms[1] > 3 * 2400
 
 
+def test_nothing_is_received_without_a_slot() -> None:
+    system = mooncake()
+    few = replace(system.instances[1].settings, sequences_max=1)
+    system = replace(system, instances=[system.instances[0], replace(system.instances[1], settings=few)])
+    result = run(system, [Arrival(0, 1000, 100), Arrival(1, 1000, 3)])
+    first_ended = result.outcomes.columns["finished_ns"][0] / MS
+    assert begins_ms(result)[1] >= first_ended + 25 + 5
+
+
 def test_a_store_needs_a_network() -> None:
     system = mooncake()
     with pytest.raises(BadDispatch, match="no network"):
@@ -117,7 +126,7 @@ def test_a_store_needs_a_network() -> None:
 
 
 def distserve(pairs: int = 1, rule: Migration | None = None) -> System:
-    found = disaggregated_system("distserve", Stub(token_s=0.0001), pairs, pairs, 2)
+    found = disaggregated_system("distserve", Stub(token_s=0.0001), pairs, pairs, 2 * pairs)
     return replace(found, instances=[replace(spec, connector=rule or Migration()) for spec in found.instances])
 
 
@@ -140,16 +149,22 @@ def test_few_are_accepted_between_two_steps() -> None:
 
 
 def test_a_pair_is_one_server() -> None:
-    """The first request decodes on for long; the second goes to the other pair though both contexts are idle."""
-    work = [Arrival(0, 100, 2000), *(Arrival(10**9 + n, 100, 3) for n in range(3))]
+    """The first request decodes on for long; all others go to the other pair, though both contexts are idle."""
+    work = [Arrival(0, 100, 1500), *(Arrival(n * 10**9, 100, 3) for n in range(1, 6))]
     result = run(distserve(pairs=2), work)
-    assert result.outcomes.columns["instance"][0] == 1
-    assert result.outcomes.columns["instance"][1] == 3
+    assert list(result.outcomes.columns["instance"]) == [1] + [3] * 5
 
 
 def test_kv_stays_within_its_pair() -> None:
-    work = [Arrival(n * 20 * MS, 300, 20) for n in range(40)]
-    system = distserve(pairs=2)
-    result = run(system, work)
-    assert set(result.outcomes.columns["instance"]) == {1, 3}
-    assert {key[0] for key in result.lanes} == {"inside"}
+    dispatch = distserve(pairs=3).dispatch()
+    sent = []
+    for number in range(6):
+        request = Request(number, number, 100, (), "", "")
+        (send,) = dispatch.handle(Arrived(request), number)
+        assert isinstance(send, Send)
+        sent.append((request, send.instance))
+    assert {instance for _, instance in sent} == {0, 2, 4}
+    for request, instance in reversed(sent):
+        (transfer,) = dispatch.handle(Prefilled(request, instance), 10)
+        assert isinstance(transfer, Transfer)
+        assert transfer.instance == instance + 1
