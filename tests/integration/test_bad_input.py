@@ -130,7 +130,7 @@ def test_a_port_in_use_is_told(small_system: System, tmp_path: Path) -> None:
         up = [sys.executable, "-m", "serai.cli.main", "up", "--emulated", "--port", str(port), "--state", str(tmp_path)]
         ran = subprocess.run(up, capture_output=True, text=True, timeout=20, check=False)
         assert ran.returncode == 2
-        assert f"port {port} is in use" in ran.stderr
+        assert f"port {port} of 127.0.0.1 cannot be had: Address already in use" in ran.stderr
     listening = ran.stderr.splitlines()
     assert len(listening) == 1
 

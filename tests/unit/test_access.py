@@ -134,7 +134,7 @@ def test_the_keys_read_before_stay_valid_when_the_file_breaks(keys_file: Path) -
     with pytest.raises(BadKeysFile, match="is not a keys file"):
         access.refresh()
     keys_file.unlink()
-    with pytest.raises(BadKeysFile, match="cannot read the keys file"):
+    with pytest.raises(BadKeysFile, match="there is no keys file"):
         access.refresh()
     assert found(access, f"Bearer {key}") == holder("a")
 
@@ -157,7 +157,7 @@ def test_a_hash_that_is_none_is_named_with_its_key(keys_file: Path, not_a_hash: 
 
 
 def test_a_missing_file_is_named(keys_file: Path) -> None:
-    with pytest.raises(BadKeysFile, match=r"cannot read the keys file .*keys\.json: No such file"):
+    with pytest.raises(BadKeysFile, match=r"there is no keys file .*keys\.json; make one with `serai keys add NAME"):
         Access(keys_file)
 
 

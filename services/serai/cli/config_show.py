@@ -33,11 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"settings": found, "configuration": effective(configured)}, indent=2))
         return 0
     for name, value in settings:
-        print(f"{name} = {'none' if value is None else value}   ({sources.get(name, 'default')})")
+        print(f"{name} = {_plain(value)}   ({sources.get(name, 'default')})")
     for section, content in effective(configured).items():
         if content and section != "policy":
             print(f"{section}: {json.dumps(content)}")
     return 0
+
+
+def _plain(value: Any) -> str:
+    """As it would be written."""
+    return "none" if value in (None, []) else json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def _shown(value: Any) -> Any:

@@ -81,8 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     except BadHeader as error:
         sys.stderr.write(f"serai keys add: --providers: {str(error).partition(': ')[2]}\n")
         return 2
-    except (BadKeysFile, OSError) as error:
+    except BadKeysFile as error:
         sys.stderr.write(f"serai keys add: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"serai keys add: cannot write the keys file {path}: {error.strerror}\n")
         return 2
     print(secret)
     return 0

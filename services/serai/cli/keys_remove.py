@@ -24,7 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"serai keys remove: {path} has no key named {arguments.name!r}\n")
             return 2
         write_keys(path, kept)
-    except (BadKeysFile, OSError) as error:
+    except BadKeysFile as error:
         sys.stderr.write(f"serai keys remove: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"serai keys remove: cannot write the keys file {path}: {error.strerror}\n")
         return 2
     return 0

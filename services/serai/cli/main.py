@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from serai.runtime.version import VERSION
 
@@ -141,12 +143,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         path.append(words[0])
         node = node[words.pop(0)]
     module: Any = importlib.import_module(node.module)
-    parser = argparse.ArgumentParser(prog=f"serai {' '.join(path)}", description=module.__doc__, epilog=epilog)
+    parser = _Parser(prog=f"serai {' '.join(path)}", description=module.__doc__, epilog=epilog)
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(words)))
+        code = int(module.run(parser.parse_args(words)))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `… | head`: what is left to say goes nowhere, also at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"{parser.prog}: {error.filename}: {error.strerror}\n")
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the words in one line, instead of a page of all that may be said."""
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ")
+        for word in message.removeprefix("unrecognized arguments: ").split()[:1]:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            if near := difflib.get_close_matches(word.partition("=")[0], flags, 1):
+                text += f"; did you mean {near[0]}?" if word.startswith("--") and word not in flags else ""
+        self.exit(2, f"{self.prog}: {text} (`{self.prog} --help` tells more)\n")
 
 
 def _begins_with_scenario(words: list[str]) -> bool:

@@ -34,7 +34,7 @@ from serai.ingress.routing import POLICIES
 from serai.ledger.settings import sqlite_url
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
-from serai.runtime.settings import refuse
+from serai.runtime.settings import file_fault, refuse
 from serai.worker_agent.engine.process import free_port
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -179,8 +179,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if sum((bool(command), bool(arguments.model_file), arguments.emulated)) > 1:
         refuse("give one of --emulated, --model-file and an engine's command, not several")
     for port in range(arguments.port, arguments.port + arguments.sites):
-        if not _port_is_free(port):
-            refuse(f"port {port} is in use on 127.0.0.1; choose another with --port")
+        if fault := _port_fault(port):
+            refuse(f"port {port} of 127.0.0.1 cannot be had: {fault}; choose another with --port")
     if not padg and arguments.policy not in POLICIES:
         refuse(f"--policy {arguments.policy!r}: must be {PADG} or one of {', '.join(POLICIES)}")
     if arguments.ready_file and not arguments.ready_file.absolute().parent.is_dir():
@@ -199,8 +199,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     else:
         model = arguments.model or (arguments.model_file.stem.lower() if arguments.model_file else DEFAULT_MODEL)
         file = arguments.model_file or small_model()
-        if not file.is_file():
-            refuse(f"no such model file: {file}")
+        if fault := file_fault(file):
+            refuse(f"--model-file: {fault}")
         module = "serai.worker_agent.engine.llamacpp_server"
         engine = [sys.executable, "-m", module, "--model-file", str(file), "--alias", model, *extra]
     state = arguments.state.expanduser().absolute()
@@ -533,14 +533,15 @@ def _state_folder() -> Path:
     return Path(os.environ.get("SERAI_STATE") or Path(base) / "serai").expanduser()
 
 
-def _port_is_free(port: int) -> bool:
+def _port_fault(port: int) -> str:
+    """Why nobody can listen there; empty when somebody can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return str(error.strerror)
+    return ""
 
 
 def _locked(state: Path) -> IO[bytes]:

@@ -71,10 +71,16 @@ def read_keys(path: Path) -> list[StoredKey]:
         with path.open("rb") as file:
             others_may_write = bool(os.fstat(file.fileno()).st_mode & 0o002)
             keys = msgspec.json.decode(file.read(), type=list[StoredKey])
+    except FileNotFoundError as error:
+        raise BadKeysFile(
+            f"there is no keys file {path}; make one with `serai keys add NAME --keys-file {path}`"
+        ) from error
     except OSError as error:
         raise BadKeysFile(f"cannot read the keys file {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise BadKeysFile(f"{path} is not a keys file: {error}; make one with `serai keys add`") from error
+        raise BadKeysFile(
+            f"{path} is not a keys file: {error}; name another, or put it away and make one with `serai keys add`"
+        ) from error
     if others_may_write:
         raise BadKeysFile(f"{path} can be changed by everyone on this machine; run `chmod o-w {path}`")
     for key in keys:
@@ -133,6 +139,9 @@ class Access:
             return False
         try:
             facts = self._path.stat()
+        except FileNotFoundError:
+            read_keys(self._path)  # Says what to do.
+            raise
         except OSError as error:
             raise BadKeysFile(f"cannot read the keys file {self._path}: {error.strerror}") from error
         stamp = (facts.st_mtime_ns, facts.st_size)

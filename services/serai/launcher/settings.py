@@ -8,7 +8,7 @@ from pathlib import Path
 from serai.launcher.job_book import BookRules
 from serai.launcher.picture import Rules
 from serai.runtime.connection_settings import ConnectionSettings
-from serai.runtime.settings import setting
+from serai.runtime.settings import file_fault, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class LauncherSettings(ConnectionSettings):
 
     def __post_init__(self) -> None:
         ConnectionSettings.__post_init__(self)
-        if not self.site_file.is_file():
-            raise ValueError(f"--site-file: no such file: {self.site_file}")
+        if fault := file_fault(self.site_file):
+            raise ValueError(f"--site-file: {fault}")
         if self.lead_factor < 1:
             raise ValueError(f"--lead-factor {self.lead_factor:g}: must be at least 1")
         if self.lease_s < 3:

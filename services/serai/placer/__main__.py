@@ -84,7 +84,8 @@ def file_reader(path: Path) -> Callable[[], PlacementFile]:
             if last is None or last[0] != stamp:
                 last = (stamp, read_placement(path.read_text(), str(path)))
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(str(path), f"cannot be read: {error}", "name a text file") from error
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise BadInput(str(path), f"cannot be read: {why}", "name a text file") from error
         return last[1]
 
     return read

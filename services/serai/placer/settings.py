@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from serai.runtime.connection_settings import ConnectionSettings
-from serai.runtime.settings import setting
+from serai.runtime.settings import file_fault, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class PlacerSettings(ConnectionSettings):
 
     def __post_init__(self) -> None:
         ConnectionSettings.__post_init__(self)
-        if not self.placement_file.is_file():
-            raise ValueError(f"--placement-file: no such file: {self.placement_file}")
+        if fault := file_fault(self.placement_file):
+            raise ValueError(f"--placement-file: {fault}")
         if self.lease_s < 3:
             raise ValueError(f"--lease-s {self.lease_s:g}: must be at least 3")
         positive = {

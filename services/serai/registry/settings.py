@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.nats_bus import NatsAddress
-from serai.runtime.settings import setting
+from serai.runtime.settings import file_fault, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class RegistrySettings(ConnectionSettings):
         ConnectionSettings.__post_init__(self)
         if self.silence_grace_s < 10:
             raise ValueError(f"--silence-grace-s {self.silence_grace_s:g}: must be at least 10; agents may reconnect")
-        if self.nats_system_nkey_file is not None and not self.nats_system_nkey_file.is_file():
-            raise ValueError(f"--nats-system-nkey-file: no such file: {self.nats_system_nkey_file}")
+        if self.nats_system_nkey_file is not None and (fault := file_fault(self.nats_system_nkey_file)):
+            raise ValueError(f"--nats-system-nkey-file: {fault}")
         if self.nats_system_url and self.nats_system_nkey_file is None:
             raise ValueError("--nats-system-url needs --nats-system-nkey-file: the system account takes nobody else")
         if self.retention_s < self.silence_grace_s:

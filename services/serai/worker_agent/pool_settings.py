@@ -12,7 +12,7 @@ from serai.contracts.session_record import GPUS_MAX, GpuDevice
 from serai.contracts.subjects import to_token
 from serai.runtime.connection_settings import host_name
 from serai.runtime.fields import BadInput
-from serai.runtime.settings import setting
+from serai.runtime.settings import file_fault, setting
 from serai.worker_agent.pool_templates import BUILT_IN, Template, read_templates
 from serai.worker_agent.settings import AgentSettings
 
@@ -57,8 +57,8 @@ class PoolSettings(AgentSettings):
             raise ValueError(f"--pool-report-s {self.pool_report_s:g}: must be above 0, at most 60")
         if self.pool_storage_mb_s < 0:
             raise ValueError("--pool-storage-mb-s: must not be negative")
-        if self.pool_templates is not None and not self.pool_templates.is_file():
-            raise ValueError(f"--pool-templates: no such file: {self.pool_templates}")
+        if self.pool_templates is not None and (fault := file_fault(self.pool_templates)):
+            raise ValueError(f"--pool-templates: {fault}")
 
     def check_model(self) -> None:
         if not self.model and not self.pool:
@@ -85,7 +85,8 @@ class PoolSettings(AgentSettings):
         try:
             text = self.pool_templates.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(str(self.pool_templates), f"cannot be read: {error}", "name a text file") from error
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise BadInput(str(self.pool_templates), f"cannot be read: {why}", "name a text file") from error
         return read_templates(text, str(self.pool_templates))
 
 

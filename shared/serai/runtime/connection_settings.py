@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from serai.runtime.nats_bus import NatsAddress
-from serai.runtime.settings import setting
+from serai.runtime.settings import file_fault, setting
 from serai.runtime.telemetry import LOG_LEVELS
 
 
@@ -32,8 +32,8 @@ class NatsSettings:
         if self.nats_nkey_file and self.nats_creds_file:
             raise ValueError("--nats-nkey-file and --nats-creds-file: give one of them, not both")
         for flag, path in (("--nats-nkey-file", self.nats_nkey_file), ("--nats-creds-file", self.nats_creds_file)):
-            if path is not None and not path.is_file():
-                raise ValueError(f"{flag}: no such file: {path}")
+            if path is not None and (fault := file_fault(path)):
+                raise ValueError(f"{flag}: {fault}")
 
     @property
     def nats(self) -> NatsAddress:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import math
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
@@ -130,6 +131,17 @@ class SettingFacts:
 def setting_facts(kind: type) -> list[SettingFacts]:
     """Of the fields that can be given, in their order."""
     return [SettingFacts(_flag(item), _env(item), _default(item), item.metadata["help"]) for item in _fields(kind)]
+
+
+def file_fault(path: Path) -> str:
+    """Why `path` is no file that can be read; empty when it is one, as far as looking at it tells."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return f"no such file: {path}"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return "" if stat.S_ISREG(mode) else f"{path} is no file"
 
 
 def refuse(message: str) -> NoReturn:

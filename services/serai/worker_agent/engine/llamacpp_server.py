@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+from serai.runtime.settings import file_fault
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-file", type=Path, required=True, help="GGUF file")
@@ -30,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT. Returns 2 when the model file is not there or xllamacpp is not installed."""
-    if not arguments.model_file.is_file():
-        sys.stderr.write(f"serai engine llamacpp: no such model file: {arguments.model_file}\n")
+    if fault := file_fault(arguments.model_file):
+        sys.stderr.write(f"serai engine llamacpp: --model-file: {fault}\n")
         return 2
     try:
         import xllamacpp

@@ -97,12 +97,16 @@ def _plan(arguments: argparse.Namespace) -> MeasuringPlan:
 def read_card(name: str) -> ModelCard:
     """The card of a shipped model, or of the `config.json` at a path. Raises BadModelConfig."""
     path = Path(name)
-    if not path.is_file():
+    if path.suffix != ".json" and not os.path.isfile(path):  # Which also says no where it may not look.
         return shipped_card(name)
     try:
         config = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise BadModelConfig(f"{name}: cannot be read: {error.strerror}") from error
     except orjson.JSONDecodeError as error:
         raise BadModelConfig(f"{name}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadModelConfig(f"{name}: holds no JSON object, as a model's config.json does")
     return model_card(config, name)
 
 

@@ -1,0 +1,77 @@
+"""What is wrong with a command's words or files is one line, and never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from serai.cli import keys_list
+from serai.cli.main import main
+from serai.runtime.settings import file_fault
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
+    """Exit code and lines on standard error."""
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return code, capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("ingress", "--polcy", "x"), "serai ingress: unrecognized arguments: --polcy x; did you mean --policy? ("),
+        (("ingress", "--zzzz"), "serai ingress: unrecognized arguments: --zzzz ("),
+        (("keys", "add", "bob"), "serai keys add: the following arguments are required: --keys-file ("),
+        (
+            ("keys", "add", "bob", "--keys-file", "k", "--rpm", "-1"),
+            "serai keys add: --rpm: '-1': write a whole number",
+        ),
+        (("usage", "--by", "planet"), "serai usage: --by: invalid choice: 'planet' (choose from"),
+        (("registry", "show"), "serai registry show: the following arguments are required: SESSION ("),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], line: str
+) -> None:
+    monkeypatch.delenv("SERAI_KEYS_FILE", raising=False)
+    code, lines = said(capsys, *words)
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith(line)
+    assert lines[0].endswith("--help` tells more)")
+
+
+def test_a_file_that_cannot_be_had_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: object) -> int:
+        raise PermissionError(13, "Permission denied", "a/file")
+
+    monkeypatch.setattr(keys_list, "run", run)
+    assert said(capsys, "keys", "list", "--keys-file", "k") == (1, ["serai keys list: a/file: Permission denied"])
+
+
+def test_who_reads_no_further_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(arguments: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(keys_list, "run", run)
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(("keys", "list", "--keys-file", "k")) == 0
+        os.write(out.fileno(), b"lost")
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_why_a_path_is_no_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert file_fault(file) == f"no such file: {file}"
+    file.touch()
+    assert file_fault(file) == ""
+    assert file_fault(tmp_path) == f"{tmp_path} is no file"
+    assert file_fault(file / "below") == f"{file}/below: Not a directory"
