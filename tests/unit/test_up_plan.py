@@ -53,6 +53,8 @@ def test_what_somebody_has_set_of_scaling_stays() -> None:
         (("--policy", "fastest"), "--policy 'fastest': must be padg or one of least-loaded, "),
         (("--ready-file", "nowhere/up.json"), "--ready-file: no such folder: "),
         (("--emulated", "--", "vllm", "serve"), "give one of --emulated, --model-file and an engine's command"),
+        (("--model-file", "nowhere/x.gguf"), "--model-file: no such file: nowhere/x.gguf"),
+        (("--model-file", __file__), f"--model-file: {__file__} is no GGUF file"),
         (("--", "vllm", "serve"), "--model is required with an engine's command"),
     ],
 )

@@ -34,7 +34,8 @@ from serai.ingress.routing import POLICIES
 from serai.ledger.settings import sqlite_url
 from serai.runtime.http1 import HttpFailure, HttpPool, Origin, fetch
 from serai.runtime.service import ServiceFailure, run_service
-from serai.runtime.settings import file_fault, refuse
+from serai.runtime.settings import refuse
+from serai.worker_agent.engine.llamacpp_server import model_fault
 from serai.worker_agent.engine.process import free_port
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -199,7 +200,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     else:
         model = arguments.model or (arguments.model_file.stem.lower() if arguments.model_file else DEFAULT_MODEL)
         file = arguments.model_file or small_model()
-        if fault := file_fault(file):
+        if fault := model_fault(file):
             refuse(f"--model-file: {fault}")
         module = "serai.worker_agent.engine.llamacpp_server"
         engine = [sys.executable, "-m", module, "--model-file", str(file), "--alias", model, *extra]
@@ -444,12 +445,12 @@ Ctrl-C stops it.
         if self._plan.pool is None:
             return ""
         models = " and ".join(self._plan.pool.models)
-        return f"\nserai place plan {self._sites[0].tools}     which pool runs what ({models}), and why"
+        return f"\nserai place plan {self._sites[0].tools}     # which pool runs what ({models}), and why"
 
     def _macro_tools(self) -> str:
         if self._plan.policy != MACRO_SCHEDULED:
             return ""
-        return f"\nserai macro explain --watch {self._sites[0].tools}     the windows, as they roll"
+        return f"\nserai macro explain --watch {self._sites[0].tools}     # the windows, as they roll"
 
     def _addresses(self) -> str:
         if len(self._sites) == 1:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT. Returns 2 when the model file is not there or xllamacpp is not installed."""
-    if fault := file_fault(arguments.model_file):
+    if fault := model_fault(arguments.model_file):
         sys.stderr.write(f"serai engine llamacpp: --model-file: {fault}\n")
         return 2
     try:
@@ -59,11 +59,23 @@ def run(arguments: argparse.Namespace) -> int:
         # A model that was made to embed says how its tokens become one vector; of others the mean is the usual way.
         parameters.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     parameters.endpoint_metrics = True
-    server = xllamacpp.Server(parameters)
+    try:
+        server = xllamacpp.Server(parameters)
+    except RuntimeError as error:
+        sys.stderr.write(f"serai engine llamacpp: {error} What llama.cpp itself says of it stands above\n")
+        return 2
     sys.stderr.write(f"llama.cpp serves {arguments.alias} at {server.listening_address}\n")
     stop.wait()
     # The server's threads do not end by themselves while a request runs; the requests have been ended by the agent.
     os._exit(0)
+
+
+def model_fault(path: Path) -> str:
+    """Why `path` cannot be served; empty when it looks like a model."""
+    if fault := file_fault(path):
+        return fault
+    with path.open("rb") as file:
+        return "" if file.read(4) == b"GGUF" else f"{path} is no GGUF file"
 
 
 def main() -> int:

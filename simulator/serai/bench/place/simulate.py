@@ -111,7 +111,8 @@ def read_trace(file: Path, prompt: LengthSpread, output: LengthSpread) -> RateTr
                 cards[line["model"]] = _card(at, line["card"])
                 last = max(last, minute)
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(str(file), f"cannot be read ({error})", "name a CSV file, or `marginals`") from error
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise BadInput(str(file), f"cannot be read ({why})", "name a CSV file, or `marginals`") from error
     if last < 1:
         raise BadInput(str(file), "has fewer than two minutes", "name a longer trace")
     models = tuple(TracedModel(name, cards[name], prompt, output) for name in counts)
