@@ -88,6 +88,9 @@ def test_released_systems_have_connectors_and_ideal_ones_none() -> None:
     overheads = Overheads(step_s=0.018)
     assert connector("distserve", model, overheads) == Migration(0.05)
     assert connector("mooncake", model, overheads) == ObjectStore(2, 2.0 * 8192, 0.018)
+    direct = connector("mooncake-direct", model, overheads)
+    assert isinstance(direct, ObjectStore)
+    assert (direct.save_s(1e12), direct.load_s(1e12), direct.ranks) == (0, 0, 2)
     assert [connector(name, model, overheads) for name in IDEAL.values()] == [None, None]
     engines = connector("mooncake", model, Overheads())
     assert isinstance(engines, ObjectStore)
@@ -96,8 +99,8 @@ def test_released_systems_have_connectors_and_ideal_ones_none() -> None:
 
 def test_each_released_system_has_its_own_engine_and_choice() -> None:
     assert engine_preset("distserve").step_tokens_max == 4096
-    assert [engine_preset(name).step_tokens_max for name in DISAGGREGATED if name != "distserve"] == [8192] * 3
-    assert default_policy("mooncake") == "round-robin"
+    assert [engine_preset(name).step_tokens_max for name in DISAGGREGATED if name != "distserve"] == [8192] * 4
+    assert default_policy("mooncake") == default_policy("mooncake-direct") == "round-robin"
     assert default_policy("distserve") == default_policy("mooncake-ideal") == "least-loaded"
 
 

@@ -59,8 +59,9 @@ from serai.simulator.reports.tables import write_table_csv
 OURS = ("padg-paper", "padg-author-code", "serai")
 OTHERS = (*BASELINES, *INDEPENDENT.values())
 SYSTEMS = (*OTHERS, *OURS)
-ASKED_FOR = tuple(IDEAL.values())
-"""Disaggregated systems whose engines hand KV over at no cost: only where they are named."""
+ASKED_FOR = ("mooncake-direct", *IDEAL.values())
+"""Disaggregated systems whose engines hand KV over at less cost, or none: only where they are named."""
+DIRECT = {"distserve": "distserve", "mooncake": "mooncake-direct"}
 LEVELS = (0.9, 0.99)
 """Not P50: what it asks of a system, rates at which half of all requests miss, costs more than all else, and the
 paper's ratios are at P90 and P99."""
@@ -229,7 +230,12 @@ def paper_table(table: GoodputTable, slices: Sequence[Slice]) -> list[tuple[str,
         "serai",
     )
     rows: list[tuple[str, ...]] = [(*head, "of")]
-    for published in (*RATIOS, *_of_others(RATIOS, INDEPENDENT), *_of_others(RATIOS, IDEAL)):
+    for published in (
+        *RATIOS,
+        *_of_others(RATIOS, INDEPENDENT),
+        *_of_others(RATIOS, DIRECT),
+        *_of_others(RATIOS, IDEAL),
+    ):
         here = [where for where in slices if _belongs(where, published)]
         means = {ours: average_ratio(table, here, ours, published.baselines, 0.9) for ours in OURS}
         count = max(number for _, number in means.values())
@@ -245,7 +251,7 @@ def _of_others(ratios: Sequence[PaperRatio], others: Mapping[str, str]) -> list[
     return [
         replace(one, baselines=tuple(others[name] for name in one.baselines))
         for one in ratios
-        if all(name in others for name in one.baselines)
+        if all(name in others for name in one.baselines) and one.baselines != tuple(map(others.get, one.baselines))
     ]
 
 

@@ -75,7 +75,7 @@ CLUSTERS: dict[str, PaperCluster] = {
             inside=LINKS["pcie4"],
             between=LINKS["ethernet-10g"],
             tensor={"llama-30b": 4, "codellama-34b": 4, "qwen2-72b": 8},
-            one_a_node=("mooncake",),
+            one_a_node=("mooncake", "mooncake-direct"),
         ),
         PaperCluster(
             "a800",

@@ -8,6 +8,7 @@
 | `sarathi` | decoding first, prompt chunks in what is left of 512 tokens a step | round robin |
 | `distserve` | DistServe as released: pairs of one prefill and one decode instance on a node | least loaded pair |
 | `mooncake` | vLLM V0 with Mooncake's store: prefill and decode anywhere, KV through the store | round robin |
+| `mooncake-direct` | the same, but from GPU to GPU, no copy on a host | round robin |
 | `distserve-ideal` | prefill and decode on different instances of a node, in any ratio | least loaded |
 | `mooncake-ideal` | prefill and decode anywhere, KV over the network at no cost to engines | least loaded |
 
@@ -16,6 +17,7 @@ What the released ones do: `kv_connectors`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -86,8 +88,9 @@ ENGINES: dict[str, EnginePreset] = {
 }
 IDEAL = {"distserve": "distserve-ideal", "mooncake": "mooncake-ideal"}
 """Disaggregated systems as released, and what each would be if handing KV over cost its engines nothing."""
-DISAGGREGATED = (*IDEAL, *IDEAL.values())
-_ANYWHERE = ("mooncake", "mooncake-ideal")
+DISAGGREGATED = (*IDEAL, "mooncake-direct", *IDEAL.values())
+_THROUGH_STORE = ("mooncake", "mooncake-direct")
+_ANYWHERE = (*_THROUGH_STORE, "mooncake-ideal")
 """Send KV to any node."""
 SYSTEMS: tuple[str, ...] = ("vllm", "vllm-v1", "sglang", "sarathi", *DISAGGREGATED)
 """What can be named in a scenario. `padg` is an engine only: what makes it a system is its macro-scheduler."""
@@ -162,7 +165,7 @@ def disaggregated_system(
     gpus: int = 1,
 ) -> System:
     """`prefill` and `decode` engines. `distserve-ideal` spreads both over every node and sends KV only within a node,
-    so the ratio must be the same in each; `distserve` has pairs, one of each kind; `mooncake` and `mooncake-ideal` fill
+    so the ratio must be the same in each; `distserve` has pairs, one of each kind; those of `mooncake` fill
     nodes with prefill instances first and send KV anywhere. The ingress's `policy` chooses on both sides
     (`default_policy` without).
 
@@ -193,20 +196,21 @@ def disaggregated_system(
 
 def default_policy(name: str) -> str:
     """How a disaggregated system chooses instances. Mooncake's proxy takes them in turn; DistServe has no proxy."""
-    return "round-robin" if name == "mooncake" else "least-loaded"
+    return "round-robin" if name in _THROUGH_STORE else "least-loaded"
 
 
 def connector(name: str, model: LatencyModel, overheads: Overheads) -> Connector | None:
     """How the disaggregated system `name` hands KV over; None for ideal ones."""
     if name == "distserve":
         return Migration()
-    if name != "mooncake":
+    if name not in _THROUGH_STORE:
         return None
-    if not isinstance(model, RooflineModel):
-        return ObjectStore(step_s=overheads.step_s or 0.0)
-    step_s = model.profile.overheads.step_s if overheads.step_s is None else overheads.step_s
-    # Hidden states are of two bytes, as weights and KV of all models here.
-    return ObjectStore(model.parallelism.tensor, 2.0 * model.card.hidden, step_s)
+    store = ObjectStore(step_s=overheads.step_s or 0.0)
+    if isinstance(model, RooflineModel):
+        step_s = model.profile.overheads.step_s if overheads.step_s is None else overheads.step_s
+        # Hidden states are of two bytes, as weights and KV of all models here.
+        store = ObjectStore(model.parallelism.tensor, 2.0 * model.card.hidden, step_s)
+    return store if name == "mooncake" else replace(store, save_bytes_s=math.inf, load_bytes_s=math.inf)
 
 
 def ratios(instances: int, instances_per_node: int, name: str) -> list[tuple[int, int]]:
