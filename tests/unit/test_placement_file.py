@@ -111,7 +111,7 @@ def changed(path: str, value: object) -> str:
 def test_what_is_wrong_is_told_with_its_place(path: str, value: object, told: str) -> None:
     with pytest.raises(BadInput) as refused:
         read_placement(changed(path, value), "placement.yaml")
-    assert str(refused.value).startswith("placement.yaml: ")
+    assert re.match(r"placement\.yaml:\d+: ", str(refused.value)), "the line, too"
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
 

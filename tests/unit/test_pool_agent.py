@@ -242,6 +242,8 @@ def test_templates_of_a_file() -> None:
         ("engines: {x: {command: [a], kind: vlm}}", "engines.x.kind: `vlm` is not known"),
         ("engines: {x: {command: [a], port: 1}}", "engines.x.port: is not known"),
         ("engines: [", "templates.yaml: line"),
+        ("", "templates.yaml: engines: is missing"),
+        ("engines:\n  x: {command: 3}\n", "templates.yaml:2: engines.x.command: is 3"),
     ],
 )
 def test_templates_that_are_none(text: str, told: str) -> None:

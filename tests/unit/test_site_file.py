@@ -166,6 +166,12 @@ def test_a_mistake_in_a_file_has_its_line(tmp_path: Path) -> None:
         read_site(path)
     with pytest.raises(BadInput, match="cannot be read"):
         read_site(tmp_path / "none.yaml")
+    path.write_text("")
+    with pytest.raises(BadInput, match=r"site\.yaml: site: is missing"):
+        read_site(path)
+    path.write_bytes(b"site: \xff")
+    with pytest.raises(BadInput, match=r"site\.yaml: is not UTF-8 text"):
+        read_site(path)
 
 
 def test_times_are_read_as_slurm_means_them(tmp_path: Path) -> None:

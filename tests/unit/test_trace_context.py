@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
-from serai.runtime.telemetry import TraceContext, Tracing
+from serai.runtime.service import ServiceFailure
+from serai.runtime.telemetry import TraceContext, Tracing, set_up_traces
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 contexts = st.builds(
@@ -87,3 +90,21 @@ def test_the_callers_decision_wins_and_only_without_one_the_ratio_counts() -> No
         assert tracing.incoming(no.traceparent) == (no, False)
     assert never.incoming("not a header") == (None, False)
     assert always.incoming(None) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"SERAI_TRACE_FILE": "{folder}/spans", "SERAI_TRACE_RATIO": "much"}, "SERAI_TRACE_RATIO: 'much' is not a"),
+        ({"SERAI_TRACE_FILE": "{folder}/spans", "SERAI_TRACE_RATIO": "1.5"}, "SERAI_TRACE_RATIO: '1.5' is not a"),
+        ({"SERAI_TRACE_FILE": "{folder}"}, "SERAI_TRACE_FILE: {folder}: Is a directory"),
+    ],
+)
+def test_variables_that_cannot_be_end_the_service_with_a_line(
+    tmp_path: Path, environment: dict[str, str], told: str
+) -> None:
+    set_up = {name: text.format(folder=tmp_path) for name, text in environment.items()}
+    with pytest.raises(ServiceFailure) as failed:
+        set_up_traces("ingress", set_up)
+    assert failed.value.exit_code == 2
+    assert str(failed.value).startswith(told.format(folder=tmp_path))

@@ -63,6 +63,8 @@ def pool_plan(pools: int, given: Path | None, state: Path, engine_args: str) -> 
         read = read_placement(file.read_text(), str(file))
     except OSError as error:
         refuse(f"--placement-file: {file}: {error.strerror}")
+    except UnicodeDecodeError:
+        refuse(f"--placement-file: {file} is not UTF-8 text")
     except BadInput as error:
         refuse(str(error))
     return PoolPlan(pools, file.absolute(), _from_the_start(read))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         deployments = deployments_of(site, settings.counts, time.time())
     except BadInput as error:
         refuse(str(error))
-    settings = replace(settings, site=settings.site or site.name)
+    settings = replace(settings, site=settings.site or site.name, nats_url=_nats_url(arguments, settings, site))
     set_up_logs("launcher", settings.log_level, json=settings.log_json)
 
     async def main(stop: asyncio.Event) -> None:
@@ -74,6 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
             await bus.aclose()
 
     return run_service("launcher", main)
+
+
+def _nats_url(arguments: argparse.Namespace, settings: LauncherSettings, site: Site) -> str:
+    """The site file's, unless another is given."""
+    return (
+        settings.nats_url
+        if arguments.nats_url or os.environ.get("SERAI_NATS_URL")
+        else site.nats.tools_url or site.nats.url
+    )
 
 
 def _launcher(bus: NatsBus, settings: LauncherSettings, site: Site, deployments: list[Deployment]) -> Launcher:

@@ -50,19 +50,15 @@ def read_site(path: Path) -> Site:
         raise BadInput(str(path), f"has more than {FILE_BYTES_MAX} bytes", "is it a site file?")
     try:
         text = data.decode()
-        found, lines = strict_yaml.load(text), strict_yaml.lines(text)
-    except (UnicodeDecodeError, strict_yaml.NotYaml) as error:
+        found = strict_yaml.load(text)
+    except UnicodeDecodeError as error:
+        raise BadInput(str(path), "is not UTF-8 text", "look at deploy/slurm/site.example.yaml") from error
+    except strict_yaml.NotYaml as error:
         raise BadInput(str(path), f"is no YAML: {error}", "look at deploy/slurm/site.example.yaml") from error
     try:
-        return site_of(found)
+        return site_of({} if found is None else found)
     except BadInput as error:
-        raise BadInput(f"{path}{_line(error.place, lines)}", f"{error.place}: {error.problem}", error.remedy) from error
-
-
-def _line(place: str, lines: dict[str, int]) -> str:
-    while place and place not in lines:
-        place = place.rpartition(".")[0]
-    return f":{lines[place]}" if place else ""
+        raise BadInput(strict_yaml.placed(str(path), error.place, text), error.problem, error.remedy) from error
 
 
 def site_of(found: object) -> Site:

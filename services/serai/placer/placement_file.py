@@ -28,7 +28,7 @@ from serai.placer.demand import BadDemand, LengthSpread, ModelDemand
 from serai.placer.options import Option
 from serai.placer.picture import Fairness, PlanRules
 from serai.runtime.fields import BadInput, Fields
-from serai.runtime.strict_yaml import NotYaml, load
+from serai.runtime.strict_yaml import NotYaml, load, placed
 
 MODELS_MAX = 2_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 500.0, 200.0
@@ -99,9 +99,9 @@ def read_placement(text: str, file: str) -> PlacementFile:
     except NotYaml as error:
         raise BadInput(file, str(error), "correct the YAML") from error
     try:
-        return _read(Fields(found, ""))
+        return _read(Fields({} if found is None else found, ""))
     except BadInput as error:
-        raise BadInput(f"{file}: {error.place}", error.problem, error.remedy) from error
+        raise BadInput(placed(file, error.place, text), error.problem, error.remedy) from error
 
 
 def _read(top: Fields) -> PlacementFile:

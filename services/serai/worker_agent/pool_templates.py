@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from serai.contracts.placement import Assignment
 from serai.runtime.fields import BadInput, Fields
-from serai.runtime.strict_yaml import NotYaml, load
+from serai.runtime.strict_yaml import NotYaml, load, placed
 from serai.worker_agent.engine.kinds import ENGINES
 
 Word = str | tuple[str, ...]
@@ -119,10 +119,13 @@ def read_templates(text: str, file: str) -> dict[str, Template]:
         found = load(text)
     except NotYaml as error:
         raise BadInput(file, str(error), "correct the YAML") from error
-    top = Fields(found, "")
-    engines = top.part("engines")
-    read = {name: _template(name, engines.part(name)) for name in engines.names()}
-    top.done()
+    try:
+        top = Fields({} if found is None else found, "")
+        engines = top.part("engines")
+        read = {name: _template(name, engines.part(name)) for name in engines.names()}
+        top.done()
+    except BadInput as error:
+        raise BadInput(placed(file, error.place, text), error.problem, error.remedy) from error
     return BUILT_IN | read
 
 

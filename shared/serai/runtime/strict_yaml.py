@@ -51,6 +51,14 @@ def load(text: str) -> Any:
         raise NotYaml(str(error)) from error
 
 
+def placed(file: str, place: str, text: str) -> str:
+    """File, line and field, for messages; the line is that of `place`, or of the part that it is missing from."""
+    known, found = place, lines(text)
+    while known and known not in found:
+        known = known[: max(known.rfind("."), known.rfind("["), 0)]
+    return ": ".join(filter(None, (f"{file}:{found[known]}" if known else file, place)))
+
+
 def lines(text: str) -> dict[str, int]:
     """The line, from 1, of each part of a text that `load` takes; parts are named as `Fields` does: `a.b[0].c`."""
     found: dict[str, int] = {}

@@ -13,6 +13,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
 from structlog.tracebacks import ExceptionDictTransformer
+
+from serai.runtime.service import ServiceFailure
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -122,21 +125,32 @@ def context_of(span: trace.Span) -> TraceContext:
 
 def set_up_traces(service: str, environment: Mapping[str, str] = os.environ) -> Tracing:
     """Reads OTEL_EXPORTER_OTLP_ENDPOINT, SERAI_TRACE_FILE and SERAI_TRACE_RATIO (share of requests recorded that
-    bring no sampling decision of their own; default 1)."""
+    bring no sampling decision of their own; default 1). Raises ServiceFailure."""
+    ratio = _ratio(environment.get("SERAI_TRACE_RATIO") or "1")
     exporters: list[SpanExporter] = []
     if environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         exporters.append(OTLPSpanExporter())
     if path := environment.get("SERAI_TRACE_FILE"):
-        exporters.append(JsonLinesExporter(Path(path)))
+        try:
+            exporters.append(JsonLinesExporter(Path(path)))
+        except OSError as error:
+            raise ServiceFailure(f"SERAI_TRACE_FILE: {path}: {error.strerror}", exit_code=2) from error
     if not exporters:
         return Tracing(service, None, 0.0)
     name = environment.get("OTEL_SERVICE_NAME") or f"serai-{service}"
     provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create({"service.name": name}))
     for exporter in exporters:
         provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracing(service, provider, float(environment.get("SERAI_TRACE_RATIO", "1")))
+    return Tracing(service, provider, ratio)
+
+
+def _ratio(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise ServiceFailure(f"SERAI_TRACE_RATIO: {text!r} is not a number from 0 to 1", exit_code=2)
 
 
 class JsonLinesExporter(SpanExporter):
