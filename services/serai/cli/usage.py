@@ -19,6 +19,8 @@ from serai.ledger.settings import LEDGER_HELP, default_url
 from serai.ledger.sql_store import GROUPS, BadLedgerUrl, SqlStore, StoreError, Usage, parsed_url
 from serai.runtime.settings import refuse
 
+NAMELESS = {"model": "(no model of ours)", "provider": "(no provider)"}
+"""What was refused before a session had it."""
 _NUMBERS = tuple(field.name for field in dataclasses.fields(Usage) if field.name != "name")
 
 
@@ -69,7 +71,7 @@ def _print_table(by: str, lines: Sequence[Usage]) -> None:
     head = [by, "requests", "not complete", "prompt", "cached", "output", "GPU-seconds", "kWh"]
     rows = [
         [
-            line.name.strip("/") or "(nobody named)",
+            line.name.strip("/") or NAMELESS.get(by, "(nobody named)"),
             f"{line.requests:,}",
             f"{line.requests - line.complete:,}",
             f"{line.prompt_tokens:,}",

@@ -131,10 +131,11 @@ def _modelled(arguments: argparse.Namespace) -> ModelledEngine | None:
 
 
 def _native(text: str) -> tuple[Native, ...]:
-    try:
-        return tuple([Native(part) for part in filter(None, text.split(","))])
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}; there are {', '.join(Native)}") from error
+    parts = tuple(filter(None, text.split(",")))
+    for part in parts:
+        if part not in list(Native):
+            raise argparse.ArgumentTypeError(f"no dialect {part!r}; there are {', '.join(Native)}")
+    return tuple([Native(part) for part in parts])
 
 
 def _paths(text: str) -> tuple[str, ...]:
