@@ -27,8 +27,8 @@ either side (vLLM 0.7.3, `vllm/config.py`, `KVTransferConfig.kv_rank`: "Currentl
 - vLLM, `examples/online_serving/disagg_examples/disagg_proxy_demo.py` (same pull request): both instances are chosen
   in turn, and the client's first token is the decode instance's.
 
-Left out, which is kind to both: the store's capacity, remote calls and Python of both engines, and that DistServe
-swaps where this preempts.
+Left out, which is kind to both: the store's capacity, remote calls and Python of both engines, that vLLM hands over
+answers of one token too. Left out, either way: DistServe swaps where this preempts.
 """
 
 from __future__ import annotations
