@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx2
 
-from integration.system import Process, System, port_answers, wait_for
+from integration.system import Process, System, children_of, port_answers, wait_for
 from serai.worker_agent.engine.process import free_port
 
 CHAT = "/v1/chat/completions"
@@ -24,10 +24,6 @@ CHAT = "/v1/chat/completions"
 def asked(tokens: int, *, stream: bool) -> dict[str, object]:
     messages = [{"role": "user", "content": "Tell me of caravans."}]
     return {"model": "m", "messages": messages, "max_tokens": tokens, "stream": stream}
-
-
-def children(pid: int) -> set[int]:
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def lives(pid: int) -> bool:
@@ -91,12 +87,12 @@ def test_a_rolling_restart_fails_no_request_and_cuts_no_stream(system: System) -
 
     def replace_all_twice() -> None:
         for time_ in (1, 2):
-            before = children(ingress.popen.pid)
+            before = children_of(ingress.popen.pid)
             seen.update(before)
             ingress.popen.send_signal(signal.SIGHUP)
             wait_for(lambda: ingress.log.count("ingress.ready") == 2 + 2 * time_, "two new workers")  # noqa: B023
             wait_for(lambda: not any(map(lives, before)), "the old ones end")  # noqa: B023
-        seen.update(children(ingress.popen.pid))
+        seen.update(children_of(ingress.popen.pid))
 
     clients = Clients(system, unary=6, streams=4)
     asyncio.run(clients.run(replace_all_twice))
@@ -121,7 +117,7 @@ def test_a_worker_that_is_killed_is_replaced_and_counts_do_not_fall(system: Syst
         with system.client() as client:
             assert client.post(CHAT, json=asked(1, stream=False)).status_code == 200
     assert answered() == 8
-    victim = min(children(ingress.popen.pid))
+    victim = min(children_of(ingress.popen.pid))
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: ingress.log.count("ingress.ready") == 3, "a third worker")
     assert "ended with exit code 137; another is started now" in ingress.log
@@ -129,12 +125,12 @@ def test_a_worker_that_is_killed_is_replaced_and_counts_do_not_fall(system: Syst
         with system.client() as client:
             assert client.post(CHAT, json=asked(1, stream=False)).status_code == 200
     assert answered() == 16
-    assert len(children(ingress.popen.pid)) == 2
+    assert len(children_of(ingress.popen.pid)) == 2
 
 
 def test_connections_of_a_dead_worker_wait_for_the_next_one(system: System) -> None:
     ingress = with_workers(system)
-    for pid in children(ingress.popen.pid):
+    for pid in children_of(ingress.popen.pid):
         os.kill(pid, signal.SIGKILL)
     # Nobody is there to answer; nobody is refused either.
     with system.client() as client:
@@ -145,7 +141,7 @@ def test_connections_of_a_dead_worker_wait_for_the_next_one(system: System) -> N
 
 def test_no_worker_outlives_a_parent_that_is_killed(system: System) -> None:
     ingress = with_workers(system)
-    workers = children(ingress.popen.pid)
+    workers = children_of(ingress.popen.pid)
     environment = dict(
         word.split("=", 1) for word in Path(f"/proc/{min(workers)}/environ").read_text().split("\0") if "=" in word
     )
@@ -158,7 +154,7 @@ def test_no_worker_outlives_a_parent_that_is_killed(system: System) -> None:
 
 def test_stopping_lets_load_balancers_notice_first(system: System) -> None:
     ingress = with_workers(system, "--drain-delay-s", "4", "--shutdown-s", "20")
-    workers = children(ingress.popen.pid)
+    workers = children_of(ingress.popen.pid)
     with system.client() as early, system.client() as idle:
         assert idle.get("/health/ready").status_code == 200
         with early.stream("POST", CHAT, json=asked(700, stream=True)) as answer:
