@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from serai.cli import keys_list
-from serai.cli.main import main
+from serai.cli.main import EXTRAS, main
 from serai.runtime.settings import file_fault
 
 
@@ -54,6 +55,21 @@ def test_a_file_that_cannot_be_had_is_told_in_one_line(
 
     monkeypatch.setattr(keys_list, "run", run)
     assert said(capsys, "keys", "list", "--keys-file", "k") == (1, ["serai keys list: a/file: Permission denied"])
+
+
+def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: object) -> int:
+        raise ModuleNotFoundError("No module named 'ortools.sat'", name="ortools.sat")
+
+    monkeypatch.setattr(keys_list, "run", run)
+    line = "serai keys list: needs ortools.sat; install it with: pip install 'serai[placer]'"
+    assert said(capsys, "keys", "list", "--keys-file", "k") == (2, [line])
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert set(EXTRAS.values()) <= set(extras)
 
 
 def test_who_reads_no_further_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ COMMANDS: Tree = {
 }
 
 
+EXTRAS = {
+    "ortools": "placer",
+    "matplotlib": "simulator",
+    "tqdm": "simulator",
+    "psycopg": "postgres",
+    "xllamacpp": "local",
+}
+"""Modules that not everybody has, by the extra that brings them."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the command; 2 for a command that does not exist."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -142,7 +152,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _explain(path, node, words)
         path.append(words[0])
         node = node[words.pop(0)]
-    module: Any = importlib.import_module(node.module)
+    return _run(path, node, epilog, words)
+
+
+def _run(path: list[str], command: Command, epilog: str | None, words: list[str]) -> int:
+    module: Any = importlib.import_module(command.module)
     parser = _Parser(prog=f"serai {' '.join(path)}", description=module.__doc__, epilog=epilog)
     module.add_arguments(parser)
     try:
@@ -154,6 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `… | head`: what is left to say goes nowhere, also at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        sys.stderr.write(f"{parser.prog}: needs {error.name}; install it with: pip install 'serai[{extra}]'\n")
+        return 2
     except OSError as error:
         if error.filename is None:
             raise
