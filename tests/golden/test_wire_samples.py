@@ -168,6 +168,8 @@ _REPORT = InstanceReport(
     granted_total=6,
     lets_go=True,
     ending=1.5,
+    slots_free=-3,
+    slot_every_s=0.0625,
 )
 _HELD = HeldRequest("6d1f0c5a9e3b4f27", _REQUEST.lease, 0.75, 12, 0.375)
 _HEAD = ResponseHead(200, {"content-type": "text/event-stream"})

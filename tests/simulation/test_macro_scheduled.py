@@ -11,7 +11,7 @@ from serai.simulator.fast.cluster import ClusterSettings, simulate
 from serai.simulator.fast.macro_presets import macro_system
 from serai.simulator.fast.macro_scheduled import ReportPath
 from serai.simulator.fast.paper_clusters import CLUSTERS
-from serai.simulator.fast.presets import Overheads, System, whole_system
+from serai.simulator.fast.presets import Overheads, System, engine_preset, whole_system
 from serai.simulator.fast.run import Run
 from serai.simulator.outcomes import LatencyDefinition, SloTarget, attainment
 from serai.simulator.workloads.lengths import dataset
@@ -86,6 +86,13 @@ def test_overload_serves_whom_it_can_and_the_others_in_the_end() -> None:
     found = run(macro_system("serai", model(), 1, TARGET, overheads=V0), 20.0, 12.0)
     assert met(found) > 0.3
     assert found.unfinished == 0
+
+
+def test_where_an_engines_slots_are_the_limit_who_can_still_be_served_gets_them() -> None:
+    few = {name: replace(engine_preset(name), sequences_max=16) for name in ("padg", "sarathi")}
+    ours = macro_system("serai", model(), 2, TARGET, engine=few["padg"], overheads=V0)
+    ordinary = whole_system("sarathi", model(), 2, engine=few["sarathi"], overheads=V0)
+    assert met(run(ours, 6.0)) > met(run(ordinary, 6.0)) + 0.1
 
 
 def test_a_run_is_the_same_again() -> None:

@@ -302,3 +302,15 @@ def test_parts_of_ours_can_be_switched_off() -> None:
     slow = StepPredictor(lambda tokens: tokens / 1000, lambda sequences, context: 0.2)
     assert InstanceView("a", 10_000, slow).choose_mode(0.1) is GateMode.ORDINARY
     assert InstanceView("a", 10_000, slow, "ordinary-mode").choose_mode(0.1) is GateMode.PADG
+
+
+def test_where_no_slot_is_free_a_request_waits_until_one_has_ended() -> None:
+    busy = {"decoding": slack(4, 1.0), "slot_every_s": 0.5}
+    free, full = view(**busy, slots_free=1), view(**busy, slots_free=-2)
+    assert full.slot_in_s() == pytest.approx(1.5)
+    assert free.slot_in_s() == 0.0 == view(**busy).slot_in_s()
+    assert Serai().judge(full, request(), False, 0.0).cost == pytest.approx(
+        Serai().judge(free, request(), False, 0.0).cost + 1.5
+    )
+    free.lease("other", Lease(1, 1, 0.1, 100, 5.0, 5.0, 0.1), 0.0)
+    assert free.slot_in_s() == pytest.approx(0.5), "the lease on its way takes the slot"

@@ -12,6 +12,7 @@ from serai.contracts.admission import GateMode, Lease
 from serai.worker_agent.phase_gate import (
     FOREVER_S,
     Ended,
+    EngineSays,
     FirstToken,
     GateEffect,
     GateEvent,
@@ -258,6 +259,53 @@ def test_a_refused_lease_counts_as_applied() -> None:
     one = Instance(kv_tokens_total=1000)
     one.offer("r", 5000, lease(4))
     assert one.gate.report(0.0).applied == 4
+
+
+def test_no_more_are_released_than_the_engine_runs_at_once() -> None:
+    one = Instance(sequences_max=2)
+    for number in range(3):
+        one.offer(f"r{number}", 10, lease(number + 1))
+    one.run(5)
+    assert sorted(one.decoding) == ["r0", "r1"]
+    assert (one.queue, one.gate.report(one.now_s).slots_free) == ([], -1)
+    one.decoding.remove("r0")
+    one.tell(Ended("r0"))
+    one.run(2)
+    assert sorted([*one.entering, *one.decoding]) == ["r1", "r2"]
+
+
+def test_a_slot_goes_to_who_can_still_be_served_in_time() -> None:
+    one = Instance(sequences_max=1)
+    one.offer("long", 10, lease(1))
+    one.run(1)
+    one.offer("too late", 10, lease(2, ttft_s=0.5))
+    one.run(30)
+    one.offer("in time", 10, lease(3))
+    one.decoding.remove("long")
+    one.tell(Ended("long"))
+    one.run(2)
+    assert [*one.entering, *one.decoding] == ["in time"]
+
+
+def test_while_no_slot_is_free_nobody_stops_decoding_for_who_waits() -> None:
+    one = Instance(sequences_max=1)
+    one.offer("old", 10, lease(1))
+    one.run(1)
+    one.offer("new", 10, lease(2, ttft_s=0.2))
+    one.run(20)
+    gaps = [later - earlier for earlier, later in zip(one.gaps["old"], one.gaps["old"][1:], strict=False)]
+    assert max(gaps) == pytest.approx(STEP_S)
+
+
+def test_how_many_an_engine_runs_at_once_may_be_told_later() -> None:
+    one = Instance()
+    assert one.gate.report(0.0).slots_free is None
+    one.tell(EngineSays(10_000, 10_000, 2))
+    one.tell(EngineSays(9_000, 10_000))
+    for number in range(3):
+        one.offer(f"r{number}", 10, lease(number + 1))
+    one.run(5)
+    assert len(one.decoding) == 2
 
 
 def test_streams_without_steps_are_known_by_what_they_said() -> None:

@@ -438,7 +438,7 @@ def test_an_engine_that_tells_its_steps_is_told_its_phase(loop: asyncio.Runner) 
             words = [json.loads(engine.recv(4096)) for _ in range(2)]
             assert words[-1] == {"phase": "prefill", "prompt_tokens_max": 512}
             step = {"step_s": 0.25, "prefill_tokens": 70, "decodes": 0, "backlog_tokens": 5, "context_tokens": 9,
-                    "kv_tokens_free": 30, "kv_tokens_total": 100}  # fmt: skip
+                    "kv_tokens_free": 30, "kv_tokens_total": 100, "sequences_max": 7}  # fmt: skip
             engine.send(b"nonsense")
             engine.send(json.dumps(step).encode())
             while not agent.gate.heard_of(Stepped):
@@ -448,7 +448,7 @@ def test_an_engine_that_tells_its_steps_is_told_its_phase(loop: asyncio.Runner) 
             # The engine may not have seen yet what was posted a moment ago.
             assert told.backlog_tokens == 75
             assert (told.kv_tokens_free, told.context_tokens) == (30, 9)
-            assert agent.gate.heard_of(EngineSays) == [EngineSays(30, 100)]
+            assert agent.gate.heard_of(EngineSays) == [EngineSays(30, 100, 7)]
             assert agent.gate.predict_s(70) == pytest.approx(0.25)
             assert not agent.gate.heard_of(Tick)
         agent.shell.close()
@@ -503,6 +503,7 @@ def test_nonsense_from_an_engine_is_no_step(wrong: dict[str, Any]) -> None:
             "kv_tokens_free": 30, "kv_tokens_total": 100}  # fmt: skip
     assert step_in(json.dumps(step).encode()) is not None
     assert step_in(json.dumps(step | wrong).encode()) is None
+    assert step_in(json.dumps(step | {"sequences_max": -1}).encode()) is None
     assert step_in(b"[]") is None
     assert step_in(b"{}") is None
 

@@ -54,6 +54,7 @@ class PhaseChannel:
             "context_tokens": batch.context_tokens,
             "kv_tokens_free": batch.kv_tokens_free,
             "kv_tokens_total": batch.kv_tokens_total,
+            "sequences_max": batch.settings.sequences_max,
         }
         try:
             self._socket.send(orjson.dumps(fields))

@@ -212,6 +212,13 @@ class InstanceView:
         report = self.report
         return report.ending + 0.5 * len(self.leases) if report is not None and report.lets_go else 0.0
 
+    def slot_in_s(self) -> float:
+        """How long a further request waits for one of the engine's slots."""
+        report = self.report
+        if report is None or report.slots_free is None:
+            return 0.0
+        return max(0, len(self.leases) + 1 - report.slots_free) * report.slot_every_s
+
     def finish_in_s(self, prefill_s: float, slo_tpot_s: float, now_s: float) -> float:
         """When a further prefill of `prefill_s` would be done, by prediction: what waits before it, and the decode
         steps without which no slack is left for it. Since the report, that work has gone on."""
@@ -224,7 +231,7 @@ class InstanceView:
             return work_s
         step_s = self.decode_s()
         slack_s = max(-1.0, decoding.low_s)
-        finish_s = work_s + step_s - (now_s - self.reported_at_s)
+        finish_s = work_s + self.slot_in_s() + step_s - (now_s - self.reported_at_s)
         if report.lets_go:
             return max(prefill_s, finish_s)
         if decoding.count and work_s > slack_s:

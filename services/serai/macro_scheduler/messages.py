@@ -43,12 +43,15 @@ def report_problem(report: InstanceReport) -> str:
     for name, count in counts:
         if not 0 <= count <= EPOCH_MAX:
             return f"{name}: {count} is not a count"
+    if abs(report.slots_free or 0) > EPOCH_MAX:
+        return f"slots_free: {report.slots_free} is not a number of slots"
     durations = (
         ("window_s", report.window_s),
         ("waiting_prefill_s", report.waiting_prefill_s),
         ("step_s", report.step_s),
         ("prefill_base_s", report.prefill_base_s),
         ("prefill_s_per_token", report.prefill_s_per_token),
+        ("slot_every_s", report.slot_every_s),
     )
     for name, seconds in durations:
         if not 0 <= seconds <= SECONDS_MAX:

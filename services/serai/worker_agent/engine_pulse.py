@@ -35,6 +35,8 @@ class EngineStep(NamedTuple):
     """In the cache, of the requests that decode."""
     kv_tokens_free: int
     kv_tokens_total: int
+    sequences_max: int = 0
+    """Requests that it runs at once; 0: it does not say."""
 
 
 class EnginePulse:
@@ -46,7 +48,7 @@ class EnginePulse:
         self._untold = UntoldSteps(lambda: rate.s_per_token)
         self._step: EngineStep | None = None
         self._step_at_s = 0.0
-        self._load: tuple[int, int] | None = None
+        self._load: tuple[int, int, int] | None = None
         self._predicted_s = rate.predict_s(_TYPICAL_TOKENS)
 
     def relearnt(self) -> bool:
@@ -109,15 +111,15 @@ class EnginePulse:
             self._rate.measured(step.prefill_tokens, step.step_s)
         if not self._told:
             return ()
-        total = step.kv_tokens_total
-        known = self._load is not None and self._load[1] == total
-        self._load = (step.kv_tokens_free, total)
-        said = () if known else (EngineSays(step.kv_tokens_free, total),)
+        load = (step.kv_tokens_free, step.kv_tokens_total, step.sequences_max)
+        known = self._load is not None and self._load[1:] == load[1:]
+        self._load = load
+        said = () if known else (EngineSays(*load),)
         return (*said, _stepped(step, unseen_tokens))
 
     def load(self, kv_tokens_free: int, kv_tokens_total: int) -> Sequence[GateEvent]:
         """What the engine says of its KV cache now and then. Steps say it better."""
-        load = (kv_tokens_free, kv_tokens_total)
+        load = (kv_tokens_free, kv_tokens_total, 0)
         if self._told or self._load == load:
             return ()
         self._load = load

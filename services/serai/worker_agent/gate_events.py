@@ -76,10 +76,12 @@ class Ended(NamedTuple):
 
 
 class EngineSays(NamedTuple):
-    """The room in its KV cache, when it tells."""
+    """The room in its KV cache and its slots, when it tells."""
 
     kv_tokens_free: int
     kv_tokens_total: int
+    sequences_max: int = 0
+    """As `GateSettings.sequences_max`; 0 = it does not say this time."""
 
 
 class Taken(NamedTuple):
@@ -138,6 +140,8 @@ class GateSettings(NamedTuple):
     slo_tpot_s: float = 0.1
     kv_tokens_total: int = 0
     """0 = the engine does not say."""
+    sequences_max: int = 0
+    """Requests that the engine runs at once; 0 = it does not say."""
     waiting_max: int = 4096
     """More than that are refused."""
     step_tokens_max: int = 8192

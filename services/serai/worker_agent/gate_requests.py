@@ -171,6 +171,14 @@ class WaitingLine:
             return self._turn[-1]
         return self._postponed[-1] if self._postponed else None
 
+    def tokens_of(self, most: int) -> int:
+        """Prompt tokens of the first `most` whose turn it is, late ones left out."""
+        if most >= len(self._by_deadline):
+            return self.tokens
+        turn = self._turn[-most:] if most > 0 else []
+        rest = self._postponed[len(turn) - most :] if most > len(turn) else []
+        return sum([request.prompt_tokens for request in turn]) + sum([request.prompt_tokens for request in rest])
+
     def first(self) -> GateRequest | None:
         """Who has the earliest deadline."""
         return self._by_deadline[0][2] if self._by_deadline else None

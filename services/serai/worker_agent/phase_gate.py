@@ -75,6 +75,8 @@ _YOUNG_STEPS = 14
 _COHORT_STEPS = 100
 _MIXED_TARGETS = 2.0
 """Longest step that mixes in ORDINARY mode, in TPOT targets."""
+_SLOTS_UNTOLD = 1_000_000
+"""Free ones, where the engine does not say how many it has."""
 _NONE = Spread(0)
 
 
@@ -107,6 +109,7 @@ class PhaseGate:
         self._turned = Turn(Position.MIXED, -1)
         self._kv_free = settings.kv_tokens_total
         self._kv_total = settings.kv_tokens_total
+        self._slots = settings.sequences_max
         self._context_tokens = 0
         self._owner, self._epoch, self._applied, self._granted = "", 0, 0, 0
         self._low_share = 0.01
@@ -154,8 +157,9 @@ class PhaseGate:
                 self._said(key, tokens)
             case Ended(key):
                 self._ended(key)
-            case EngineSays(kv_tokens_free, kv_tokens_total):
+            case EngineSays(kv_tokens_free, kv_tokens_total, sequences_max):
                 self._kv_free, self._kv_total = kv_tokens_free, kv_tokens_total
+                self._slots = sequences_max or self._slots
             case Taken():
                 return self._taken(event, now_s)
             case Tick():
@@ -436,10 +440,10 @@ class PhaseGate:
             line.put_in_order(now_s + times.decode_s + self._backlog_tokens * s_per_token, s_per_token)
 
     def _chosen(self, now_s: float) -> Choice:
-        line = self._waiting
-        head = line.head()
-        work = self._backlog_tokens + line.tokens
-        if not work or (line.late and self._late_credit >= self._late_head_tokens):
+        line, slots = self._waiting, self._slots_free
+        head = line.head() if slots else None
+        work = self._backlog_tokens + line.tokens_of(slots)
+        if slots and (not work or (line.late and self._late_credit >= self._late_head_tokens)):
             work += min(line.late_tokens, self._rule.step_tokens_max)
         if not work:
             return Choice(Position.DECODE, 0, "nothing waits")
@@ -465,7 +469,7 @@ class PhaseGate:
             entering_deadline_s=entering_s if protected else inf,
             harm=self._harm,
             gain=1.0 - max(self._token_s, self._times.decode_s) / self._slo_tpot_s,
-            requests=max(1, line.in_time + len(self._released)),
+            requests=max(1, min(slots, line.in_time) + len(self._released)),
             let_go=bool(decoding) and self._lets_go(now_s),
             rest_pays=self._rest_pays,
             window_s=self._window_s,
@@ -571,12 +575,25 @@ class PhaseGate:
             request = line.head() or line.head_late()
             if line.late and self._late_credit >= self._late_head_tokens:
                 request = line.head_late()
-            if request is None or not self._kv_room(request):
+            if request is None or not self._slots_free or not self._kv_room(request):
                 return
             if request.stage is Stage.LATE:
                 self._late_credit = max(0.0, self._late_credit - request.prompt_tokens)
             line.remove(request)
             effects.append(self._release(request))
+
+    @property
+    def _slots_free(self) -> int:
+        """How many more requests the engine would run at once. Who is released beyond that waits in the engine, first
+        come first served, where nobody can be set aside any more."""
+        if not self._slots:
+            return _SLOTS_UNTOLD
+        return max(0, self._slots - len(self._requests) + len(self._waiting))
+
+    @property
+    def _slot_every_s(self) -> float:
+        """In which time a slot becomes free, on average, if all are taken."""
+        return max(self._token_s, self._times.decode_s) * self._output_tokens / max(1, self._slots)
 
     def _kv_room(self, request: GateRequest) -> bool:
         """Whether its prompt, and what the others say meanwhile, fit into the KV cache."""
@@ -646,6 +663,8 @@ class PhaseGate:
             lets_go=lets_go,
             ending=self._ending(soon, _RESTS[-1]),
             granted_total=self._granted,
+            slots_free=self._slots - len(self._requests) if self._slots else None,
+            slot_every_s=self._slot_every_s,
         )
 
     def state(self, now_s: float, accepted: bool) -> InstanceState:

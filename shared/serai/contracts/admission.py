@@ -214,6 +214,10 @@ class InstanceReport(msgspec.Struct, frozen=True):
     """It has more to do than it can hold, and lets long answers go: prompts come first whatever slack there is."""
     ending: float = 0.0
     """While it does: how many of those who are not behind would soon end, expected, if nobody were prefilled."""
+    slots_free: int | None = None
+    """How many more requests its engine would run at once; below 0: so many wait for a slot. None = not known."""
+    slot_every_s: float = 0.0
+    """In which time one request ends and leaves its slot to another, on average."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True):

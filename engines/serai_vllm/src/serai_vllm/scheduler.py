@@ -112,6 +112,7 @@ class PhaseScheduler(AsyncScheduler):
                 "context_tokens": context_tokens,
                 "kv_tokens_free": pool.get_num_free_blocks() * self.block_size,
                 "kv_tokens_total": (pool.num_gpu_blocks - 1) * self.block_size,
+                "sequences_max": self.max_num_running_reqs,
             }
         )
 

@@ -146,7 +146,9 @@ def step_in(packet: bytes) -> EngineStep | None:
     """None when it is not what a scheduler says."""
     try:
         fields = orjson.loads(packet)
-        step = EngineStep(float(fields["step_s"]), *[fields[name] for name in EngineStep._fields[1:]])
+        counts = [fields[name] for name in EngineStep._fields[1:-1]]
+        # Which one that was made for an older agent does not say.
+        step = EngineStep(float(fields["step_s"]), *counts, fields.get("sequences_max", 0))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
     counts = step[1:]

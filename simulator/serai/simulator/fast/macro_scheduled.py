@@ -135,6 +135,7 @@ class MacroScheduled:
                 slo_ttft_s=group.slo_ttft_s,
                 slo_tpot_s=group.slo_tpot_s,
                 kv_tokens_total=_whole_blocks(spec),
+                sequences_max=spec.settings.sequences_max,
                 waiting_max=100_000,
                 step_tokens_max=spec.settings.step_tokens_max,
                 tells_steps=True,
