@@ -91,3 +91,17 @@ def test_why_a_path_is_no_file_is_told(tmp_path: Path) -> None:
     assert file_fault(file) == ""
     assert file_fault(tmp_path) == f"{tmp_path} is no file"
     assert file_fault(file / "below") == f"{file}/below: Not a directory"
+
+
+@pytest.mark.parametrize("flag", ["--raw", "--out", "--cache"])
+def test_a_folder_that_cannot_take_results_is_told_before_the_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
+) -> None:
+    (tmp_path / "file").touch()
+    code, lines = said(capsys, "simulate", "burst", "--quick", flag, str(tmp_path / "file" / "below"))
+    assert (code, lines) == (
+        2,
+        [
+            f"serai simulate burst: {flag}: {tmp_path}/file/below: Not a directory (`serai simulate burst --help` tells more)"
+        ],
+    )

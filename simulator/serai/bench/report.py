@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,20 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that every benchmark has."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, nothing else")
     parser.add_argument("--quick", action="store_true", help="a minute or less, with noisier figures")
-    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep raw results as text in DIR/<machine>-<date>/")
+    parser.add_argument("--raw", type=folder, metavar="DIR", help="keep raw results as text in DIR/<machine>-<date>/")
+
+
+def folder(text: str) -> Path:
+    """`type=` of a flag that names a folder for results: made now, and not after an hour of work. Raises what argparse
+    tells."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: this user may not write there")
+    return path
 
 
 def hand_out(report: Report, arguments: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from serai.bench.profile import kernel_tables, serving_logs, static_prefill
 from serai.bench.profile.data_folder import DataMissing, add_data_argument, checked_data
 from serai.bench.profile.served_fit import fit_served
 from serai.bench.profile.silicon import load_served_rows
-from serai.bench.report import say
+from serai.bench.report import folder, say
 from serai.performance.fitting import FitFailed
 from serai.performance.hardware import GPUS
 from serai.performance.latency_profile import LatencyProfile, encode_profile, on_gpu
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `serai profile fit`."""
     parser.description = __doc__
     add_data_argument(parser)
-    parser.add_argument("--out", type=Path, default=Path("profiles"), metavar="DIR", help="where the files go")
+    parser.add_argument("--out", type=folder, default=Path("profiles"), metavar="DIR", help="where the files go")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from serai.bench.report import Report, hand_out, rounded
+from serai.bench.report import Report, folder, hand_out, rounded
 from serai.bench.simulate.points import Key, Point, Points, run_once
 from serai.bench.simulate.scenario import Scenario, Variant, read_scenario
 from serai.runtime.fields import BadInput
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each point, with seeds 1 to N (the file's)")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (one a core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, nothing else")
-    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep raw results as text in DIR/<machine>-<date>/")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV and pictures (PNG, SVG) there")
+    parser.add_argument("--raw", type=folder, metavar="DIR", help="keep raw results as text in DIR/<machine>-<date>/")
+    parser.add_argument("--out", type=folder, metavar="DIR", help="write JSON, CSV and pictures (PNG, SVG) there")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
-from serai.bench.report import add_report_arguments, rounded
+from serai.bench.report import add_report_arguments, folder, rounded
 from serai.bench.simulate.study.cells import Cell
 from serai.bench.simulate.study.runs import Runs
 from serai.bench.simulate.study.systems import Result, as_fields
@@ -25,8 +24,10 @@ def add_study_arguments(parser: argparse.ArgumentParser, description: str | None
     add_report_arguments(parser)
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each point that counts, seeds 1 to N (3)")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (one a core)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write tables as CSV, and pictures (PNG, SVG), there")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep results there; run again only what has changed")
+    parser.add_argument("--out", type=folder, metavar="DIR", help="write tables as CSV, and pictures (PNG, SVG), there")
+    parser.add_argument(
+        "--cache", type=folder, metavar="DIR", help="keep results there; run again only what has changed"
+    )
 
 
 def check_study_arguments(arguments: argparse.Namespace) -> None:
