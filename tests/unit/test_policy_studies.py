@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -30,7 +32,7 @@ from serai.bench.simulate.study.cells import (
     paper_slice,
     reference_rate_per_s,
 )
-from serai.bench.simulate.study.code_digest import code_digest
+from serai.bench.simulate.study.code_digest import UNRELATED, code_digest, covered
 from serai.bench.simulate.study.comparison import (
     Goodput,
     average_ratio,
@@ -352,3 +354,13 @@ def test_a_run_that_breaks_says_which_cell(monkeypatch: pytest.MonkeyPatch) -> N
 def test_code_of_the_macro_scheduler_matters_only_where_it_takes_part() -> None:
     assert code_digest(True) != code_digest(False)
     assert len(code_digest(False)) == 64
+
+
+def test_kept_results_are_named_by_all_the_code_that_a_run_imports() -> None:
+    listing = "import sys, serai.bench.simulate.study.systems; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True).stdout
+    modules = {name for name in imported.split() if name.startswith("serai.")}
+    named = (*covered(), *UNRELATED)
+    left = {one for one in modules if not any(one == name or one.startswith(f"{name}.") for name in named)}
+    # Packages that contain them have no code of their own.
+    assert {one for one in left if not any(other.startswith(f"{one}.") for other in modules)} == set()
