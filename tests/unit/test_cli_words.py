@@ -99,9 +99,5 @@ def test_a_folder_that_cannot_take_results_is_told_before_the_work(
 ) -> None:
     (tmp_path / "file").touch()
     code, lines = said(capsys, "simulate", "burst", "--quick", flag, str(tmp_path / "file" / "below"))
-    assert (code, lines) == (
-        2,
-        [
-            f"serai simulate burst: {flag}: {tmp_path}/file/below: Not a directory (`serai simulate burst --help` tells more)"
-        ],
-    )
+    told = f"{flag}: {tmp_path}/file/below: Not a directory (`serai simulate burst --help` tells more)"
+    assert (code, lines) == (2, [f"serai simulate burst: {told}"])
