@@ -99,7 +99,7 @@ def variables() -> frozenset[str]:
     facts = [fact for kind in (*SERVICES.values(), ReaderSettings) for fact in setting_facts(kind)]
     sources = [ROOT / "Makefile", *(ROOT / "deploy" / "compose").iterdir(), ROOT / "deploy" / "slurm" / "agent.sbatch"]
     for folder in ("services", "shared", "simulator", "engines", "tests"):
-        sources += [file for file in (ROOT / folder).rglob("*.py") if file != Path(__file__)]
+        sources += (ROOT / folder).rglob("*.py")
     written = {name for file in sources for name in re.findall(r"SERAI_[A-Z_]*[A-Z]", file.read_text())}
     return frozenset(written | {fact.variable for fact in facts})
 
