@@ -146,10 +146,9 @@ def step_in(packet: bytes) -> EngineStep | None:
     """None when it is not what a scheduler says."""
     try:
         fields = orjson.loads(packet)
-        counts = [fields[name] for name in EngineStep._fields[1:-1]]
-        # Which one that was made for an older agent does not say.
-        step = EngineStep(float(fields["step_s"]), *counts, fields.get("sequences_max", 0))
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        fields.setdefault("sequences_max", 0)  # An engine's part that was made for an older agent does not say it.
+        step = EngineStep(float(fields["step_s"]), *[fields[name] for name in EngineStep._fields[1:]])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
         return None
     counts = step[1:]
     return step if all(isinstance(count, int) and count >= 0 for count in counts) and 0 <= step.step_s < 1e6 else None
