@@ -198,3 +198,38 @@ def test_every_metric_that_is_named_is_there(page: Path) -> None:
 def test_every_metric_is_named_in_a_guide() -> None:
     named = {name for page in GUIDES for name in _named_metrics(page.read_text())}
     assert sorted(_metrics() - named) == []
+
+
+# -- log events, headers, error codes ----------------------------------------------------------------------------------
+
+
+@cache
+def _program_text() -> str:
+    """Of all that runs in a service."""
+    files = [file for name in ("services", "shared") for file in (ROOT / name).rglob("*.py")]
+    return "\n".join(file.read_text() for file in files)
+
+
+_EVENT = re.compile(r"(?:agent|bus|engine|gpu|inference|launcher|macro|registry|session)\.[a-z_]+")
+_NO_EVENTS = {"registry.age_s"}
+
+
+@each_guide
+def test_every_event_of_a_log_that_is_named_is_one(page: Path) -> None:
+    named = {word for word in words_of(page.read_text()) if _EVENT.fullmatch(word)} - _NO_EVENTS
+    assert sorted(event for event in named if f'"{event}"' not in _program_text()) == []
+
+
+@each_guide
+def test_every_header_that_is_named_is_read_or_written(page: Path) -> None:
+    words = " ".join(words_of(page.read_text()))
+    named = set(re.findall(r"\bx-(?:serai|slo|session|request|priority)[a-z-]*[a-z]", words))
+    assert sorted(header for header in named if header not in _program_text()) == []
+
+
+@pytest.mark.parametrize("name", ["api.md", "request-path.md", "queueing-and-limits.md", "configuration.md"])
+def test_every_error_code_and_field_in_a_table_is_one(name: str) -> None:
+    rows = [line.split("|") for line in (ROOT / "docs" / name).read_text().splitlines() if line.startswith("|")]
+    named = {word for row in rows for cell in row for word in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", cell)}
+    known = set(re.findall(r"[a-z_]+", _program_text()))
+    assert sorted(named - known) == []
