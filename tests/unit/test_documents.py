@@ -13,6 +13,9 @@ import pytest
 from serai.cli import embedded_nats
 from serai.contracts import subjects
 from serai.contracts.subjects import Subject
+from serai.ingress import requirements
+from serai.ingress.routing import POLICIES
+from serai.ledger import schema
 from unit.documents import GUIDES, PAGES, ROOT, blocks_of, name_of, prose_of, words_of
 
 SOURCES = [ROOT / name for name in ("services", "shared", "simulator", "engines", "tests", "deploy", "docs", "bench")]
@@ -233,3 +236,39 @@ def test_every_error_code_and_field_in_a_table_is_one(name: str) -> None:
     named = {word for row in rows for cell in row for word in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", cell)}
     known = set(re.findall(r"[a-z_]+", _program_text()))
     assert sorted(named - known) == []
+
+
+# -- lists that are whole ----------------------------------------------------------------------------------------------
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def test_the_page_on_usage_has_each_field_of_a_record() -> None:
+    section = _page("usage.md").partition("## The record")[2].partition("Which requests have one")[0]
+    firsts = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    assert {name for cell in firsts for name in re.findall(r"`(\w+)`", cell)} == set(schema.COLUMNS)
+
+
+def test_the_page_on_operating_has_each_thing_that_a_request_may_demand() -> None:
+    (row,) = [line for line in _page("operating.md").splitlines() if line.startswith("| `x-serai-require")]
+    named = set(re.findall(r"`([a-z_]+)`", row.partition("Numbers:")[2]))
+    assert named == {*requirements._NUMBERS, *requirements._WORDS}
+
+
+def test_the_page_on_configuration_has_each_routing_policy() -> None:
+    section = _page("configuration.md").partition("## Routing policies")[2].partition("\n## ")[0]
+    firsts = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    assert {name for cell in firsts for name in re.findall(r"`([\w-]+)`", cell)} == set(POLICIES)
+
+
+def test_contributing_names_each_room_of_the_house() -> None:
+    named = {word for word in words_of((ROOT / "CONTRIBUTING.md").read_text()) if re.fullmatch(r"[a-z_]+", word)}
+    rooms = {
+        path.name
+        for source in ("services", "shared", "simulator")
+        for path in (ROOT / source / "serai").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
+    assert sorted(rooms - named) == []
