@@ -11,6 +11,7 @@ import prometheus_client
 import structlog
 
 from serai.ingress.http_server import HttpRequest, HttpServer
+from serai.ingress.listening import CannotListen, plain_reason
 from serai.ingress.settings import IngressSettings
 from serai.ingress.worker_place import WorkerPlace
 from serai.runtime.service import ServiceFailure
@@ -98,5 +99,4 @@ async def _start(server: HttpServer, host: str, port: int, flag: str) -> None:
     try:
         await server.start(host, port)
     except OSError as error:
-        why = f"cannot listen on {host}:{port} ({error.strerror or error})"
-        raise ServiceFailure(f"{why}; is another server there? choose another {flag}", exit_code=2) from error
+        raise ServiceFailure(str(CannotListen(host, port, plain_reason(error), flag)), exit_code=2) from error

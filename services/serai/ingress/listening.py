@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +22,19 @@ class CannotListen(Exception):
     flag: str
 
     def __str__(self) -> str:
-        where = f"{self.host}:{self.port}"
-        return f"cannot listen on {where} ({self.reason}); is another server there? choose another {self.flag}"
+        where = f"cannot listen on {self.host}:{self.port} ({self.reason})"
+        if self.reason == os.strerror(errno.EADDRINUSE):
+            return f"{where}; is another server there? choose another {self.flag}"
+        if self.reason == os.strerror(errno.EACCES):
+            return f"{where}; choose another {self.flag}"
+        return f"{where}; is {self.flag.replace('port', 'host')} right?"
+
+
+def plain_reason(error: OSError) -> str:
+    """Why, in one phrase; event loops wrap it in words of their own."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error.strerror or error)
 
 
 def listen(host: str, port: int, copies: int, *, flag: str) -> list[list[socket.socket]]:
@@ -38,7 +51,7 @@ def listen(host: str, port: int, copies: int, *, flag: str) -> list[list[socket.
             ]
             undo.pop_all()
     except OSError as error:
-        raise CannotListen(host, port, str(error.strerror or error), flag) from error
+        raise CannotListen(host, port, plain_reason(error), flag) from error
     return sets
 
 
