@@ -396,7 +396,11 @@ class NatsBus:
     async def barrier(self) -> None:
         await self._flush_twice()
         if self._refused:
-            raise BusError(f"NATS at {self._address} refuses what {self.name} must do: {'; '.join(self._refused)}")
+            role = self.inbox_prefix.removeprefix("_INBOX_").partition(".")[0]
+            raise BusError(
+                f"NATS at {self._address} refuses what {self.name} must do: {'; '.join(self._refused)}; "
+                f"is its key that of the role `{role}`?"
+            )
 
     async def _flush_twice(self) -> None:
         # One flush is no barrier: nats-py's PING overtakes SUB and PUB that are still buffered. The second's does not.
