@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serai.launcher.__main__ import nats_url_of
+from serai.launcher.settings import LauncherSettings
 from serai.launcher.site import GpuKind, JobPlan, Nats, Partition, Profile, Runtime, RuntimeKind, Site
 from serai.launcher.site_file import read_site, site_of
 from serai.launcher.templates import expanded, script
@@ -298,3 +301,15 @@ def test_partitions_are_anyones_where_the_file_names_none() -> None:
     assert site().job("m", engine=("e",), partition="any").partition == "any"
     with pytest.raises(BadInput, match="did you mean `gpu`"):
         site(partitions={"gpu": Partition()}).job("m", engine=("e",), partition="gpus")
+
+
+def test_a_launcher_finds_nats_where_the_site_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SERAI_NATS_URL", raising=False)
+    site = read_site(EXAMPLE)
+    settings = LauncherSettings(site_file=EXAMPLE, nats_url="nats://said:4222")
+    assert nats_url_of(argparse.Namespace(nats_url=None), settings, site) == "nats://login1:4222"
+    near = replace(site, nats=replace(site.nats, tools_url="nats://127.0.0.1:4222"))
+    assert nats_url_of(argparse.Namespace(nats_url=None), settings, near) == "nats://127.0.0.1:4222"
+    assert nats_url_of(argparse.Namespace(nats_url="nats://said:4222"), settings, site) == "nats://said:4222"
+    monkeypatch.setenv("SERAI_NATS_URL", "nats://said:4222")
+    assert nats_url_of(argparse.Namespace(nats_url=None), settings, site) == "nats://said:4222"

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         deployments = deployments_of(site, settings.counts, time.time())
     except BadInput as error:
         refuse(str(error))
-    settings = replace(settings, site=settings.site or site.name, nats_url=_nats_url(arguments, settings, site))
+    settings = replace(settings, site=settings.site or site.name, nats_url=nats_url_of(arguments, settings, site))
     set_up_logs("launcher", settings.log_level, json=settings.log_json)
 
     async def main(stop: asyncio.Event) -> None:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     return run_service("launcher", main)
 
 
-def _nats_url(arguments: argparse.Namespace, settings: LauncherSettings, site: Site) -> str:
+def nats_url_of(arguments: argparse.Namespace, settings: LauncherSettings, site: Site) -> str:
     """The site file's, unless another is given."""
     return (
         settings.nats_url
