@@ -57,6 +57,17 @@ def test_a_file_that_cannot_be_had_is_told_in_one_line(
     assert said(capsys, "keys", "list", "--keys-file", "k") == (1, ["serai keys list: a/file: Permission denied"])
 
 
+def test_an_interrupt_is_no_error_to_be_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # Put back afterwards.
+    monkeypatch.setattr(keys_list, "run", run)
+    assert said(capsys, "keys", "list", "--keys-file", "k") == (130, [])
+
+
 def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,14 @@ EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the command; 2 for a command that does not exist."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        sys.unraisablehook = lambda _: None  # What was under way is thrown away, and its last words help nobody.
+        return 130
+
+
+def _main(words: list[str]) -> int:
     if words and words[0] in ("--version", "-V"):
         print(f"serai {VERSION}")
         return 0
@@ -163,8 +170,6 @@ def _run(path: list[str], command: Command, epilog: str | None, words: list[str]
         code = int(module.run(parser.parse_args(words)))
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `… | head`: what is left to say goes nowhere, also at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
