@@ -97,7 +97,11 @@ def all_flags() -> frozenset[str]:
 def variables() -> frozenset[str]:
     """Of settings, and those that stand in programs, scripts and files that start them."""
     facts = [fact for kind in (*SERVICES.values(), ReaderSettings) for fact in setting_facts(kind)]
-    sources = [ROOT / "Makefile", *(ROOT / "deploy" / "compose").iterdir(), ROOT / "deploy" / "slurm" / "agent.sbatch"]
+    sources = [
+        ROOT / "Makefile",
+        *(ROOT / "deploy" / "compose").glob("*.*"),
+        ROOT / "deploy" / "slurm" / "agent.sbatch",
+    ]
     for folder in ("services", "shared", "simulator", "engines", "tests"):
         sources += (ROOT / folder).rglob("*.py")
     written = {name for file in sources for name in re.findall(r"SERAI_[A-Z_]*[A-Z]", file.read_text())}
