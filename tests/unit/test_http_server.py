@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import time
 import weakref
 import zlib
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from serai.ingress.http_server import HEAD_BYTES_MAX, ClientGone, HttpRequest, HttpServer
-from unit.raw_http import Client, answer, connected, post
+from serai.ingress.http_server import HEAD_BYTES_MAX, IDLE_S, ClientGone, HttpRequest, HttpServer
+from unit.raw_http import Client, answer, answer_chunk, answer_head, connected, post
 
 LIMIT = 1000
+UNREADABLE = b"POST /c HTTP/1.1\r\nHost: h\r\nContent-Encoding: br\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -121,6 +123,9 @@ def test_compressed_bodies_are_read(encoding: str, encode: Callable[[bytes], byt
         (b"GET / HTTP/1.1\r\nX: " + b"y" * (HEAD_BYTES_MAX + 10) + b"\r\n\r\n", 431, "head_too_large"),
         (b"GET / HTTP/1.1\r\nX: " + b"y" * 1_000_000, 431, "head_too_large"),
         (CHUNKED + b"1\r\na\r\n0\r\nX: " + b"y" * 1_000_000, 431, "head_too_large"),
+        (UNREADABLE + b"0\r\nX: " + b"y" * 1_000_000, 431, "head_too_large"),
+        (UNREADABLE + b"7d0\r\n" + b"x" * 2000, 413, "body_too_large"),
+        (b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * (HEAD_BYTES_MAX // 5), 431, "head_too_large"),
         (b"complete nonsense\r\n\r\n", 400, "invalid_http"),
         (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: many\r\n\r\n", 400, "invalid_http"),
     ],
@@ -398,3 +403,110 @@ def test_a_client_that_left_leaves_nothing_to_the_collector(is_answered: bool) -
         assert [ref() for ref in kept] == [None, None]
     finally:
         gc.enable()
+
+
+def test_what_stands_behind_a_body_is_no_header() -> None:
+    """A proxy that takes headers out, or sets them, does not look there."""
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        head = CHUNKED.replace(b"Host: h", b"Host: h\r\nX-A: 1")
+        client[1].write(head + b"1\r\nz\r\n0\r\nX-A: 2\r\nX-B: 3\r\n\r\n")
+        assert (await answer(client[0]))[2] == b"POST /c 1 z"
+
+    serve(talk)
+
+
+def test_a_pipelined_expectation_is_answered_behind_the_answer_before_it() -> None:
+    gate = asyncio.Event()
+
+    async def streaming(request: HttpRequest) -> None:
+        if request.method == "POST":
+            await echo(request)
+            return
+        stream = request.start(200, {})
+        stream.send(b"before")
+        await gate.wait()
+        stream.end(b"after")
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.write(b"GET /s HTTP/1.1\r\nHost: h\r\n\r\n")
+        await answer_head(reader)
+        assert await answer_chunk(reader) == b"before"
+        writer.write(b"POST /b HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        await asyncio.sleep(0.05)
+        gate.set()
+        assert [await answer_chunk(reader), await answer_chunk(reader)] == [b"after", b""]
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"ok")
+        assert (await answer(reader))[2] == b"POST /b  ok"
+
+    serve(talk, streaming)
+
+
+def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(b"POST /o HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\nx")
+        assert (await answer(client[0]))[2] == b"POST /o  x"
+
+    serve(talk)
+
+
+@pytest.mark.parametrize("cut", [None, 1, 40, 100, 118, 130])
+@pytest.mark.parametrize(
+    "body", [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n"]
+)
+def test_an_offer_of_another_protocol_takes_neither_the_body_nor_what_follows(body: bytes, cut: int | None) -> None:
+    """Java's client offers HTTP/2 in each request that it sends without TLS."""
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        head = b"POST /u HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nX-A: 1\r\n"
+        sent = head + body + post(b"next")
+        writer.write(sent[:cut])
+        await asyncio.sleep(0.02)
+        writer.write(sent[cut or len(sent) :])
+        assert [(await answer(reader))[2] for _ in range(2)] == [b"POST /u 1 body", b"POST /x  next"]
+
+    serve(talk)
+
+
+def test_a_client_that_reads_no_answers_gets_no_further_ones() -> None:
+    answered = 0
+
+    async def large(request: HttpRequest) -> None:
+        nonlocal answered
+        answered += 1
+        request.respond(200, {}, b"x" * 10_000_000)
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        reader, writer = client
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(10):
+            writer.write(post(b""))
+            await asyncio.sleep(0.01)
+        assert answered == 1
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(10):
+            assert len((await answer(reader))[2]) == 10_000_000
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(post(b"") + post(b""))
+        await asyncio.sleep(0.05)
+        (connection,) = server.connections
+        connection.check_time(time.monotonic() + IDLE_S + 1)
+        await asyncio.sleep(0.05)
+        assert not server.connections, "whoever never reads is not waited for"
+
+    serve(talk, large)
+
+
+def test_a_body_in_crumbs_takes_little_more_than_its_size() -> None:
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(CHUNKED + b"1\r\na\r\n" * 900)
+        await asyncio.sleep(0.1)
+        (connection,) = server.connections
+        assert len(connection._body) < 300
+        client[1].write(b"0\r\n\r\n")
+        assert (await answer(client[0]))[2] == b"POST /c  " + b"a" * 900
+
+    serve(talk)

@@ -35,6 +35,8 @@ FLUSH_S = 1.0
 DRAIN_IDLE_S = 1.0
 """How long a kept connection may be idle once the server drains: a client that is about to ask does it within that."""
 _DRAIN_LOOK_S = 0.1
+_PIECES_MAX = 256
+"""Of a body, as separate objects: each takes some 40 bytes more than it holds, which may be two."""
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _STATUS_LINES = {status: f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}" for status in range(100, 1000)}
@@ -265,6 +267,11 @@ class HttpServerConnection(asyncio.Protocol):
         self._in_request = False
         self._discard = False
         self._unheard_bytes = 0
+        self._halted: HttpRequest | None = None
+        """The parser takes what follows its head for another protocol; it is its body."""
+        self._restoring = False
+        self._owes_continue = False
+        self._waits_for_reader = False
         self._reset()
 
     def _reset(self) -> None:
@@ -274,7 +281,9 @@ class HttpServerConnection(asyncio.Protocol):
         self._request: HttpRequest | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._body_joined = 0
         self._inflate: Any = None
+        self._owes_continue = False
 
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
@@ -294,16 +303,37 @@ class HttpServerConnection(asyncio.Protocol):
         self._in_request = True
         heard_bytes = self._head_bytes + self._body_bytes
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # We speak HTTP/1.1 only, and a request to change the protocol may be ignored (RFC 9110, 7.8).
-            self._parser = httptools.HttpRequestParser(self)
+            self._feed(data)
         except httptools.HttpParserError as error:
             self._refuse(ApiError(400, f"This is not a valid HTTP/1.1 request: {error}", code="invalid_http"))
         if self._head_bytes + self._body_bytes == heard_bytes:
             self._count_unheard(len(data))
         else:
             self._unheard_bytes = 0
+
+    def _feed(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as change:
+                # We speak HTTP/1.1 only, and a request to change the protocol may be ignored (RFC 9110, 7.8).
+                data = data[change.args[0] :]
+            self._parser = httptools.HttpRequestParser(self)
+            if self._halted is not None:
+                self._take_body_of(self._halted)
+            if self._discard or not data:
+                return
+
+    def _take_body_of(self, halted: HttpRequest) -> None:
+        """The parser has skipped it; Java's client sends one with its offer of HTTP/2."""
+        self._halted = None
+        length = halted.headers.get("content-length")
+        framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+        self._restoring = True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n\r\n" % framing.encode())
+        self._restoring = False
 
     def eof_received(self) -> bool:
         return False
@@ -329,24 +359,31 @@ class HttpServerConnection(asyncio.Protocol):
     # -- httptools -----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._reset()
+        if not self._restoring:
+            self._reset()
 
     def on_url(self, url: bytes) -> None:
+        if self._restoring:
+            return
         self._url += url
         self._head_bytes += len(url)
         if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-        headers = self._headers
-        headers[key] = f"{headers[key]}, {text}" if key in headers else text
-        self._head_bytes += len(name) + len(value)
+        if self._restoring:
+            return
+        # With what stands around them: many small ones of one name would be joined again and again.
+        self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
+        if self._request is None:  # Else it stands behind the body: what checked the head has not seen it.
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            headers = self._headers
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
 
     def on_headers_complete(self) -> None:
-        if self._discard:
+        if self._discard or self._restoring:
             return
         path = self._url.decode("latin-1")
         query = ""
@@ -363,12 +400,21 @@ class HttpServerConnection(asyncio.Protocol):
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self.server.body_bytes_max:
             self._too_large(int(announced))
-        elif "expect" in headers and headers["expect"].lower() == "100-continue" and request.problem is None:
-            self._send(_CONTINUE)
+            return
+        if "expect" in headers and headers["expect"].lower() == "100-continue" and request.problem is None:
+            self._continue(request)
+        if "upgrade" in headers and self._parser.should_upgrade():
+            has_body = "transfer-encoding" in headers or announced.strip("0") != ""
+            self._halted = request if has_body and request.method != "CONNECT" else None
 
     def on_body(self, body: bytes) -> None:
         request = self._request
-        if request is None or request.problem is not None:
+        if request is None:
+            return
+        if request.problem is not None:
+            self._body_bytes += len(body)  # Heard, not kept.
+            if self._body_bytes > self.server.body_bytes_max:
+                self._too_large(self._body_bytes)
             return
         if self._inflate is not None:
             try:
@@ -380,9 +426,15 @@ class HttpServerConnection(asyncio.Protocol):
         self._body_bytes += len(body)
         if self._body_bytes > self.server.body_bytes_max:
             self._too_large(self._body_bytes)
+        elif len(self._body) - self._body_joined > _PIECES_MAX:
+            self._body[self._body_joined :] = [b"".join(self._body[self._body_joined :])]
+            self._body_joined += 1
 
     def on_message_complete(self) -> None:
+        if self._halted is not None:
+            return  # Its body comes yet.
         request, self._request = self._request, None
+        self._owes_continue = False
         self._in_request = False
         if request is None:
             return
@@ -394,6 +446,15 @@ class HttpServerConnection(asyncio.Protocol):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _continue(self, request: HttpRequest) -> None:
+        """Lets the body come; not in the midst of the answer before, and to no client that does not know the word."""
+        if request.http_1_0:
+            return
+        if self._task is None:
+            self._send(_CONTINUE)
+        else:
+            self._owes_continue = True
+
     def _refuse_head(self) -> None:
         if not self._discard:
             text = f"The request's head has more than {HEAD_BYTES_MAX} bytes."
@@ -402,8 +463,7 @@ class HttpServerConnection(asyncio.Protocol):
     def _count_unheard(self, size: int) -> None:
         """The parser keeps a header to itself until that has ended; one that never does would fill the memory."""
         self._unheard_bytes += size
-        is_refused = self._discard or (self._request is not None and self._request.problem is not None)
-        if self._unheard_bytes > HEAD_BYTES_MAX and self._in_request and not is_refused:
+        if self._unheard_bytes > HEAD_BYTES_MAX and self._in_request and not self._discard:
             self._refuse(ApiError(431, f"A header has more than {HEAD_BYTES_MAX} bytes.", code="head_too_large"))
 
     def _check_encoding(self, request: HttpRequest) -> None:
@@ -435,6 +495,7 @@ class HttpServerConnection(asyncio.Protocol):
         if self._task is not None:
             self._waiting.append(request)
             if len(self._waiting) > PIPELINED_MAX:
+                self._discard = True
                 self.abort()
             return
         self._task = asyncio.get_running_loop().create_task(self._handle(request))
@@ -442,6 +503,8 @@ class HttpServerConnection(asyncio.Protocol):
     async def _handle(self, request: HttpRequest) -> None:
         while True:
             try:
+                if self.write_paused:
+                    await self._until_read()
                 await self.server.handler(request)
             except ClientGone:
                 pass
@@ -460,8 +523,19 @@ class HttpServerConnection(asyncio.Protocol):
                 self._close()
             if not self._waiting:
                 self._task = None
+                if self._owes_continue:
+                    self._owes_continue = False
+                    self._send(_CONTINUE)
                 return
             request = self._waiting.popleft()
+
+    async def _until_read(self) -> None:
+        """Whoever sends requests and reads no answers gets no further ones: they would fill the memory."""
+        self._waits_for_reader = True
+        try:
+            await self.drained()
+        finally:
+            self._waits_for_reader = False
 
     def write(self, data: bytes) -> None:
         """Raises ClientGone."""
@@ -507,7 +581,7 @@ class HttpServerConnection(asyncio.Protocol):
 
     def check_time(self, now: float) -> None:
         """Closes the connection when it is idle, or its request makes no progress, for too long."""
-        if self._task is not None:
+        if self._task is not None and not self._waits_for_reader:
             return
         idle_s = DRAIN_IDLE_S if self.server.draining else IDLE_S
         limit_s = READING_S if self._in_request else idle_s
