@@ -17,6 +17,7 @@ from serai.ingress.openai_format import (
     parsed_object,
     read_fields,
     unknown_model,
+    usage_of,
     with_model,
 )
 
@@ -173,3 +174,12 @@ def test_an_unknown_model_is_answered_with_those_that_exist() -> None:
     assert "Available: a, b." in error.message
     assert len(error.message) < 300
     assert "No model is being served" in unknown_model("x", []).message
+
+
+def test_usage_is_found_however_much_stands_behind_it() -> None:
+    """`prompt_logprobs` and token ids come behind it, and a client may ask for as many of them as it likes."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    for behind in (0, 10, 5000, 2_000_000):
+        answer = {"choices": [{"text": '"usage":{"prompt_tokens":9}'}], "usage": usage, "prompt_logprobs": "x" * behind}
+        assert usage_of(json.dumps(answer).encode()) == usage
+    assert usage_of(b'{"usage":null,"text":"' + b"x" * 5000 + b'"}') is None

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serai.ingress.endpoints import BY_PATH
+from serai.ingress.openai_format import ApiError, parsed_object
 from serai.ingress.stream_usage import is_hidden, with_usage, without_usage_event
 
 CHAT, COMPLETIONS = BY_PATH["/v1/chat/completions"], BY_PATH["/v1/completions"]
@@ -107,3 +108,11 @@ def test_an_event_with_nothing_but_usage_does_not_pass(usage: bytes) -> None:
 def test_everything_else_passes_as_it_came(event: bytes) -> None:
     assert without_usage_event(event) == event
     assert without_usage_event(event + DONE) == event + DONE
+
+
+def test_a_body_that_is_too_deep_for_an_edit_is_its_clients_fault() -> None:
+    body = b'{"model":"m","stream_options":null,"x":' + b"[" * 1010 + b"]" * 1010 + b"}"
+    parsed_object(body)
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        with_usage(body)
+    assert caught.value.status == 400

@@ -33,8 +33,8 @@ from serai.ingress.openai_format import (
     ApiError,
     endpoint_not_supported,
     failure_error,
-    read_usage,
     unknown_model,
+    usage_of,
 )
 from serai.ingress.request_body import body_with_model, read_body
 from serai.ingress.request_ids import REQUEST_ID, RequestIds
@@ -54,7 +54,6 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _TO_ENGINE = ("content-type", "accept", "tracestate", TPOT_HEADER)
 _HEADER_BYTES_MAX = 1023
 """Of a header that is sent on: the head of a request must fit into one message beside a part of the body."""
-_TAIL_BYTES = 4096
 FIRST_STATUS_TRIED_AGAIN = 429
 """Answers below are the caller's to see, whatever else is known."""
 CLIENT_CLOSED_REQUEST = 499
@@ -319,7 +318,7 @@ class Calls:
             if wrong := what_is_wrong(headers.get("content-type", ""), body, stream_wanted=wanted):
                 raise StreamFailed(InferenceFailure(FailureCode.ENGINE_PROTOCOL, wrong))
         call.first_byte_s = time.monotonic()
-        call.usage = read_usage(body[-_TAIL_BYTES:])
+        call.usage = usage_of(body)
         if call.span is not None:
             call.last_answer = body
         call.outcome = Outcome.COMPLETE if head.status < 400 else Outcome.FAILED

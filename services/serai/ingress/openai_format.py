@@ -120,9 +120,30 @@ def with_model(body: bytes, model: str, engine_model: str) -> bytes:
         edited = pattern.sub(lambda match: match.group(1) + name, body)
         if orjson.loads(edited)["model"] == engine_model:
             return edited
-    # Written with escapes, or the same words stand elsewhere too: only a parser knows which one is meant. The slow
-    # one, because it keeps integers of any length.
-    return json.dumps(json.loads(body) | {"model": engine_model}, ensure_ascii=False).encode()
+    # Written with escapes, or the same words stand elsewhere too: only a parser knows which one is meant.
+    return dumped(loaded(body) | {"model": engine_model})
+
+
+def loaded(body: bytes) -> dict[str, Any]:
+    """An object that has been read before, by the slow parser, because it keeps integers of any length. Raises ApiError
+    (400) for one nested more deeply than that one goes."""
+    try:
+        found: dict[str, Any] = json.loads(body)
+    except RecursionError:
+        raise _too_deep() from None
+    return found
+
+
+def dumped(fields: Mapping[str, Any]) -> bytes:
+    """What `loaded` has read, edited. Raises ApiError (400) as that does."""
+    try:
+        return json.dumps(fields, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, "The request body is nested too deeply.", code="invalid_json")
 
 
 def unknown_model(model: str, known: Sequence[str]) -> ApiError:
@@ -175,6 +196,16 @@ def _sentence(text: str) -> str:
 
 
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+
+
+_TAIL_BYTES = 4096
+
+
+def usage_of(body: bytes) -> dict[str, Any] | None:
+    """Of a whole answer: mostly near its end, but what else a client asks for (`prompt_logprobs`, token ids) may come
+    behind it and be long, and is not to make the answer free of charge."""
+    found = read_usage(body[-_TAIL_BYTES:])
+    return found or (read_usage(body) if len(body) > _TAIL_BYTES else None)
 
 
 def read_usage(data: bytes) -> dict[str, Any] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import orjson
 
 from serai.ingress.endpoints import Body, Dialect, Endpoint
+from serai.ingress.openai_format import dumped, loaded
 
 CHOICES_LAST = b"}]}\n\n"
 """Nearly all events end so, and say by that that they are not the usage: a quick look, once per token."""
@@ -36,11 +36,10 @@ def with_usage(body: bytes) -> bytes:
         edited = _OPTIONS_OBJECT.sub(_asking, body)
         if _asks(orjson.loads(edited).get("stream_options")):
             return edited
-    # They stand there with `null` or `false`, or the same words stand elsewhere too. The slow parser, because it keeps
-    # integers of any length.
-    fields = json.loads(body)
+    # They stand there with `null` or `false`, or the same words stand elsewhere too.
+    fields = loaded(body)
     options = fields.get("stream_options") or {}
-    return json.dumps(fields | {"stream_options": options | {"include_usage": True}}, ensure_ascii=False).encode()
+    return dumped(fields | {"stream_options": options | {"include_usage": True}})
 
 
 def _asking(match: re.Match[bytes]) -> bytes:
