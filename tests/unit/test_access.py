@@ -29,6 +29,7 @@ from serai.ingress.access import (
 from serai.ingress.caller import ANONYMOUS, Caller
 from serai.ingress.configuration import Configuration, Project
 from serai.ingress.limits import Limits
+from serai.ingress.oidc import People
 from serai.ingress.openai_format import ApiError
 from serai.ingress.requirements import Providers
 
@@ -137,6 +138,59 @@ def test_the_keys_read_before_stay_valid_when_the_file_breaks(keys_file: Path) -
     with pytest.raises(BadKeysFile, match="there is no keys file"):
         access.refresh()
     assert found(access, f"Bearer {key}") == holder("a")
+
+
+def test_a_file_that_comes_back_as_it_was_is_right_again(keys_file: Path) -> None:
+    """As `cp -p` or `mv` brings it back. Who watches it must hear of that."""
+    write_keys(keys_file, [StoredKey("a", hashed(new_key()))])
+    access, before, kept = Access(keys_file), keys_file.stat(), keys_file.with_name("kept")
+    keys_file.rename(kept)
+    for _ in range(2):
+        with pytest.raises(BadKeysFile, match="there is no keys file"):
+            access.refresh()
+    kept.rename(keys_file)
+    assert keys_file.stat().st_mtime_ns == before.st_mtime_ns
+    assert access.refresh()
+    assert not access.refresh()
+
+
+def test_a_file_that_is_back_before_it_is_said_to_be_missing_is_read(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_keys(keys_file, [])
+    access = Access(keys_file)
+
+    def gone(path: Path) -> os.stat_result:
+        raise FileNotFoundError(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", gone)
+        assert access.refresh()
+    assert access.refresh()
+
+
+def test_who_is_looked_at_while_something_changes_is_not_remembered_as_before() -> None:
+    async def main() -> None:
+        class Slow(People):
+            def __bool__(self) -> bool:
+                return True
+
+            async def caller(self, token: str) -> Caller:
+                found = Caller("ann", project)
+                await looked.wait()
+                return found
+
+        looked, project = asyncio.Event(), "before"
+        access = Access(None, people=Slow())
+        access.apply(Configuration())
+        asking = asyncio.create_task(access.caller("Bearer a.b.c"))
+        await asyncio.sleep(0)
+        access.apply(Configuration())
+        looked.set()
+        assert (await asking).project == "before"
+        assert access.known("Bearer a.b.c") is None
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -326,6 +380,8 @@ def test_what_is_known_is_kept_within_bounds(keys_file: Path, monkeypatch: pytes
         ('"priority": "high"', "`priority` of 'a' is 'high'; it must be one of interactive, normal, batch"),
         ('"providers": ["a b!"]', "`providers` of 'a' are wrong"),
         ('"models": "llama"', "Expected `array"),
+        ('"requests_per_minute": -1', "`requests_per_minute` of 'a' is below 0"),
+        ('"budget_micros": -5', "`budget_micros` of 'a' is below 0"),
     ],
 )
 def test_a_key_with_a_field_that_is_wrong_is_not_taken_without_it(keys_file: Path, field: str, said: str) -> None:

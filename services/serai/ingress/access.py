@@ -24,6 +24,7 @@ from serai.ingress.requirements import BadHeader, Providers, read_providers
 
 KEY_PREFIX = "sk-serai-"
 KNOWN_MAX = 10_000
+_NEVER = (-1, -1, -1)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -94,6 +95,9 @@ def _problem(key: StoredKey) -> str | None:
         return f"`sha256` of {key.name!r} is not 64 hexadecimal digits"
     if key.priority is not None and key.priority not in CLASSES:
         return f"`priority` of {key.name!r} is {key.priority!r}; it must be one of {', '.join(CLASSES)}"
+    for limit in ("requests_per_minute", "tokens_per_minute", "concurrent_max", "budget_micros"):
+        if (getattr(key, limit) or 0) < 0:  # A bucket that holds less than nothing would never be found empty.
+            return f"`{limit}` of {key.name!r} is below 0"
     if key.expires is not None and key.expires.tzinfo is None:
         return f"`expires` of {key.name!r} has no time zone; write it like 2027-01-31T00:00:00Z"
     try:
@@ -124,12 +128,12 @@ class Access:
         """Raises BadKeysFile."""
         self._path = path
         self._anonymous = anonymous
-        self._people = people or People()
+        self._people = People() if people is None else people  # Without issuers it is false.
         self._projects: Mapping[str, Project] = Configuration().projects
         self._keys: dict[bytes, StoredKey] = {}
         self._known: dict[str, Caller] = {}
         """By header, found good since something changed: looking at each again would be work for nothing."""
-        self._read_at = (0, 0)
+        self._read_at = _NEVER
         if path is not None:
             self.refresh()
 
@@ -139,16 +143,14 @@ class Access:
             return False
         try:
             facts = self._path.stat()
-        except FileNotFoundError:
-            read_keys(self._path)  # Says what to do.
-            raise
-        except OSError as error:
-            raise BadKeysFile(f"cannot read the keys file {self._path}: {error.strerror}") from error
-        stamp = (facts.st_mtime_ns, facts.st_size)
+            stamp = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+        except OSError:
+            stamp = (0, 0, 0)  # Reading it says why.
         if stamp == self._read_at:
             return False
+        self._read_at = _NEVER  # What was wrong is not so for ever: the file may come back as it was.
         self._keys = {bytes.fromhex(key.sha256): key for key in read_keys(self._path)}
-        self._known.clear()
+        self._known = {}
         self._read_at = stamp
         return True
 
@@ -156,7 +158,7 @@ class Access:
         """Projects and issuers, from now on."""
         self._projects = configuration.projects
         self._people.apply(configuration.oidc, configuration.projects)
-        self._known.clear()
+        self._known = {}  # Another one: who is being looked at now is not remembered as what they were before.
 
     def limits(self) -> dict[str, Limits]:
         """Of single keys, by name."""
@@ -181,6 +183,7 @@ class Access:
         """
         if caller := self.known(authorization):
             return caller
+        known = self._known
         kind, _, secret = (authorization or "").partition(" ")
         secret = secret.strip()
         if kind.lower() != "bearer" or not secret:
@@ -192,7 +195,7 @@ class Access:
             caller = await self._people.caller(secret)
         else:
             raise _unknown("is not known here")
-        self._remember(authorization or "", caller)
+        _remember(known, authorization or "", caller)
         return caller
 
     def _holder(self, key: StoredKey) -> Caller:
@@ -218,10 +221,11 @@ class Access:
             expires_s=key.expires.timestamp() if key.expires is not None else math.inf,
         )
 
-    def _remember(self, authorization: str, caller: Caller) -> None:
-        if len(self._known) >= KNOWN_MAX:
-            del self._known[next(iter(self._known))]
-        self._known[authorization] = caller
+
+def _remember(known: dict[str, Caller], authorization: str, caller: Caller) -> None:
+    if len(known) >= KNOWN_MAX:
+        del known[next(iter(known))]
+    known[authorization] = caller
 
 
 def _unknown(problem: str) -> ApiError:
