@@ -114,3 +114,17 @@ def test_at_the_end_what_cannot_be_sent_stays() -> None:
         assert spool.pending_bytes == 0
 
     run(talk)
+
+
+def test_a_record_that_no_message_can_hold_is_dropped_and_the_others_go() -> None:
+    async def talk(sender: UsageSender, spool: MemorySpool, stream: JetStream) -> None:
+        sender.add(
+            UsageRecord(
+                id="big", started="", outcome=Outcome.FAILED, status=502, endpoint="/v1/x", error_code="x" * 300_000
+            )
+        )
+        sender.add(record(1))
+        await sender.flush(1.0)
+        assert [names for _, names in stream.stored] == [["r1"]]
+
+    run(talk, bytes_max=1_000_000)

@@ -149,3 +149,14 @@ def test_a_folder_that_cannot_be_used_is_told_with_its_flag(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(ServiceFailure, match=r"--usage-spool .*file"), spool_in(tmp_path / "file"):
         pass
+
+
+def test_a_line_longer_than_is_asked_for_leaves_alone(spool: Spool) -> None:
+    """Else nothing behind it would ever leave, and whoever sends would turn in a circle."""
+    for line in (b"x" * 400 + b"\n", b"short\n"):
+        spool.append(line)
+    for size in (401, 6):
+        batch = spool.read(100)
+        assert len(batch) == size
+        spool.forget(size)
+    assert (spool.read(100), spool.pending_bytes) == (b"", 0)

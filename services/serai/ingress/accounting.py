@@ -27,6 +27,8 @@ from serai.runtime.registry_replica import RegistryReplica
 
 TRACK_HEADER = "x-serai-track"
 _MODEL_CHARACTERS_MAX = 200
+_CODE_CHARACTERS_MAX = 100
+"""It may be an engine's word."""
 
 
 def is_tracked(headers: Mapping[str, str], caller: Caller) -> bool:
@@ -134,7 +136,7 @@ class Accounting:
                 project=caller.project if tracked else "",
                 key=caller.name if tracked else "",
                 tracked=tracked,
-                error_code=error.code or "",
+                error_code=(error.code or "")[:_CODE_CHARACTERS_MAX],
             )
         )
 
@@ -156,7 +158,7 @@ class Accounting:
             project=call.caller.project if tracked else "",
             key=call.caller.name if tracked else "",
             tracked=tracked,
-            error_code=call.error_code,
+            error_code=call.error_code[:_CODE_CHARACTERS_MAX],
             stream=call.stream,
             queued_s=call.queued_s,
             ttft_s=call.first_byte_s - call.started_s if call.first_byte_s else None,
@@ -227,7 +229,7 @@ class Accounting:
         if call.tried:
             attributes["gen_ai.provider.name"] = call.tried[-1].metadata.engine
         if call.error_code or status >= 400:
-            attributes["error.type"] = call.error_code or str(status)
+            attributes["error.type"] = call.error_code[:_CODE_CHARACTERS_MAX] or str(status)
         if tokens != NO_TOKENS:
             attributes["gen_ai.usage.input_tokens"] = tokens.prompt
             attributes["gen_ai.usage.output_tokens"] = tokens.output

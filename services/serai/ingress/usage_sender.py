@@ -45,8 +45,13 @@ class UsageSender:
 
     def add(self, record: UsageRecord) -> None:
         """Never waits and never fails: a request that was answered stays answered."""
+        line = encode(record) + b"\n"
+        if len(line) > MESSAGE_BYTES_MAX:  # It would never fit, and nothing behind it would ever go.
+            self._dropped.add()
+            log.error("usage.dropped", error=f"a record of {len(line)} bytes; at most {MESSAGE_BYTES_MAX}")
+            return
         try:
-            self._spool.append(encode(record) + b"\n")
+            self._spool.append(line)
         except SpoolFull as error:
             self._dropped.add()
             if not self._told_full:

@@ -136,8 +136,9 @@ class _Segment:
         self.size = end
 
     def whole_lines(self, bytes_max: int) -> bytes:
-        data = self._map[self.position : min(self.size, self.position + bytes_max)]
-        return data[: data.rfind(b"\n") + 1]
+        end = self._map.rfind(b"\n", self.position, min(self.size, self.position + bytes_max)) + 1
+        end = end or self._map.find(b"\n", self.position, self.size) + 1  # One that is longer.
+        return self._map[self.position : max(self.position, end)]
 
     def clear(self) -> None:
         """Nothing of it is needed any more."""
