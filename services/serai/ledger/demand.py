@@ -51,7 +51,7 @@ def demand_conditions(request: DemandRequest, mark: str) -> tuple[str, tuple[obj
     since = _moment(request.since)
     assert since is not None
     # As records write it: they are compared as text.
-    values: list[object] = [since.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")]
+    values: list[object] = [since.isoformat(timespec="milliseconds").replace("+00:00", "Z")]
     if request.models:
         where.append(f"{ASKED_MODEL} IN ({', '.join([mark] * len(request.models))})")
         values += request.models
@@ -80,8 +80,9 @@ def _seconds(text: str) -> float:
 
 
 def _moment(text: str) -> datetime | None:
+    """In UTC; None for what is none, or lies before the first year or behind the last there."""
     try:
         found = datetime.fromisoformat(text)
-    except ValueError:
+        return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

@@ -11,6 +11,7 @@ from serai.runtime.connection_settings import ConnectionSettings
 from serai.runtime.settings import setting
 
 LEDGER_HELP = "sqlite:///FILE or postgresql://…; without it usage.sqlite in the state folder of `serai up`"
+RETENTION_DAYS_MAX = 36_500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,8 @@ class LedgerSettings(ConnectionSettings):
             parsed_url(self.url)
         except BadLedgerUrl as error:
             raise ValueError(f"--ledger: {error}") from error
-        if self.retention_days < 0:
-            raise ValueError(f"--retention-days {self.retention_days}: must not be negative")
+        if not 0 <= self.retention_days <= RETENTION_DAYS_MAX:
+            raise ValueError(f"--retention-days {self.retention_days}: must be from 0 to {RETENTION_DAYS_MAX}")
         if self.stream_bytes_max < 1024 * 1024:
             raise ValueError(f"--stream-bytes-max {self.stream_bytes_max}: must be at least 1048576")
 
