@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serai.ingress import sse_relay
 from serai.ingress.endpoints import Dialect
 from serai.ingress.openai_format import DONE, read_usage
 from serai.ingress.sse_relay import SseRelay, relay_of
@@ -107,6 +108,25 @@ def test_every_possible_cutting_of_a_short_stream() -> None:
             check(stream, list(cuts))
 
 
+def test_every_cutting_of_events_that_are_held_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse_relay, "_LONG_BYTES", 1)
+    stream = b"abc\r\n\r\nde\n\nf\n\n" + DONE
+    for cuts in combinations(range(len(stream) + 1), 3):
+        check(stream, list(cuts))
+    check(stream, list(range(1, len(stream))))
+
+
+def test_a_last_event_with_a_long_answer_in_it_ends_the_answer() -> None:
+    """OpenAI's Responses say all once more, and the request's instructions and tools with it."""
+    response = {"output": "x" * 3_000_000, "usage": {"input_tokens": 1, "output_tokens": 2}}
+    last = b"data: " + json.dumps({"type": "response.completed", "response": response}).encode() + b"\n\n"
+    relay = relay_of(Dialect.RESPONSES)
+    passed = b"".join([relay.feed(last[at : at + 1000]) for at in range(0, len(last), 1000)])
+    assert (passed, relay.done) == (b"", True)
+    assert relay.usage() == response["usage"]
+    assert relay.rest() == last
+
+
 def test_an_event_of_ours_can_follow_what_has_passed() -> None:
     relay = SseRelay()
     passed = relay.feed(event("one") + event("two")[:-4])
@@ -138,7 +158,7 @@ def test_the_words_of_the_end_marker_in_a_text_are_no_end(text: str) -> None:
 
 def test_what_is_held_back_is_bounded() -> None:
     relay = SseRelay()
-    endless = b"data: " + b"x" * (1024 * 1024)
+    endless = b"data: " + b"x" * (8 * 1024 * 1024)
     assert relay.feed(endless[:-7]) == b""
     assert relay.feed(endless[-7:]) == endless
     assert relay.rest() == b""

@@ -16,7 +16,10 @@ from serai.ingress.endpoints import Dialect
 from serai.ingress.openai_format import read_usage
 from serai.ingress.sent_events import blocks_of, data_of
 
-_HELD_BYTES_MAX = 1024 * 1024
+_HELD_BYTES_MAX = 8 * 1024 * 1024
+"""Of one event: the last one of the Responses API has the whole answer in it, and all that the request said."""
+_LONG_BYTES = 16 * 1024
+"""Longer beginnings are not joined with what comes, nor looked through, before it has an end."""
 _TAIL_BYTES = 4096
 _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 _REMEMBERED = 8
@@ -28,13 +31,18 @@ class SseRelay:
     be ended with an event of ours; and holds back the engine's end marker until the answer is known to be whole.
     Bytes are never changed. Reads the end marker and the usage on the way."""
 
-    __slots__ = ("_held", "_last", "done")
+    __slots__ = ("_held", "_last", "_more", "_more_bytes", "_seam", "done")
 
     _mark: ClassVar[bytes] = b"[DONE]"
     """Stands in the last event, and seldom elsewhere: a quick look, once per token."""
 
     def __init__(self) -> None:
         self._held = b""
+        self._more: list[bytes] = []
+        """What came behind a long `held`."""
+        self._more_bytes = 0
+        self._seam = b""
+        """The last bytes of all that."""
         self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
         self.done = False
         """Whether the engine has said that the answer is whole (`[DONE]`)."""
@@ -42,15 +50,19 @@ class SseRelay:
     def feed(self, data: bytes) -> bytes:
         """The bytes that may go to the client now."""
         if self._held:
-            data = self._held + data
+            if len(self._held) > _LONG_BYTES and self._goes_on(data):
+                return b""
+            data = b"".join((self._held, *self._more, data))
             self._held = b""
+            self._more.clear()
         if not data.endswith(_EVENT_ENDS) and len(data) < _HELD_BYTES_MAX:
             end = _end_of_last_event(data)
             self._held = data[end:]
+            self._more_bytes, self._seam = 0, self._held[-3:]
             data = data[:end]
             if not data:
                 return data
-        self._last.append(data)
+        self._last.append(data if len(data) <= _TAIL_BYTES else data[-_TAIL_BYTES:])
         self.done = False
         if self._mark in data and self._says_done(data):
             # Held with what came together with it, which leaves with the end: one write instead of two.
@@ -59,9 +71,20 @@ class SseRelay:
             return b""
         return data
 
+    def _goes_on(self, data: bytes) -> bool:
+        """Whether the long event that is held has no end in `data` either; then that is held, too."""
+        seam, size = self._seam + data, len(self._held) + self._more_bytes + len(data)
+        if self.done or size >= _HELD_BYTES_MAX or _end_of_last_event(seam):
+            return False
+        self._more.append(data)
+        self._more_bytes += len(data)
+        self._seam = seam[-3:]
+        return True
+
     def rest(self) -> bytes:
         """What was held back, for a stream that its engine ended as whole."""
-        held, self._held = self._held, b""
+        held, self._held = b"".join((self._held, *self._more)), b""
+        self._more.clear()
         return held
 
     def usage(self) -> dict[str, Any] | None:
