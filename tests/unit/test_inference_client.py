@@ -267,6 +267,17 @@ def test_a_gap_is_an_error_after_all_that_came_before_it(lost: int) -> None:
 
 
 @in_loop
+async def test_an_agent_that_minds_no_credit_does_not_fill_the_memory(gateway: Gateway, clock: Clock) -> None:
+    with gateway.stream() as stream:
+        gateway.deliver(answer(stream)[0])
+        for number in range(1, 20):
+            gateway.deliver(Frame(DATA, stream.id, 1, number, b"x" * 500_000))
+        assert await failure_of(stream) is FailureCode.FRAME_GAP
+        assert not stream._chunks
+    assert gateway.told(FrameKind.CANCEL)
+
+
+@in_loop
 async def test_a_frame_twice_is_an_error_too(gateway: Gateway, clock: Clock) -> None:
     with gateway.stream() as stream:
         frames = answer(stream, b"one")

@@ -33,6 +33,9 @@ WATCH_EVERY_S = 0.5
 CANCELS_KEPT_S = 60.0
 """A CANCEL may be lost with the connection: for so long it is sent again after a reconnect."""
 CANCELS_KEPT_MAX = 10_000
+FRAME_BYTES_SPARE = 2 * 1024 * 1024
+"""An agent stops when its credit is used up, which may be in the midst of what its engine has just said. One that goes
+on would fill the memory."""
 PROBE_AFTER_S = 1.2
 """A stream silent for so long is asked after: if nobody receives the question, its agent is gone."""
 
@@ -217,6 +220,9 @@ class InferenceStream:
             self._received_bytes += size
             if self._sink is None:
                 self._chunks.append(frame.payload)
+                if self._received_bytes - self._consumed_bytes > self.request.window_bytes + FRAME_BYTES_SPARE:
+                    self._chunks.clear()
+                    self.failure = InferenceFailure(FailureCode.FRAME_GAP, _NO_CREDIT)
             else:
                 self._consume(size)
                 if self._sink(frame.payload):
@@ -285,6 +291,7 @@ class InferenceStream:
             self.fail(_BUS_LOST)
 
 
+_NO_CREDIT = "the session sends more than its credit lets it"
 _BUS_LOST = InferenceFailure(FailureCode.BUS_LOST, "the gateway has lost its connection to NATS")
 _STOPPED = InferenceFailure(FailureCode.STOPPED, "the gateway has stopped before the answer was whole")
 
