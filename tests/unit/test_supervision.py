@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serai.ingress.supervision import (
+    ALIVE_EVERY_S,
     FAILED_STARTS_MAX,
     PAUSE_FIRST_S,
     PAUSE_MAX_S,
+    SILENT_S,
     START_S,
     STEADY_AFTER_S,
     Kill,
@@ -20,6 +26,8 @@ from serai.ingress.supervision import (
     Supervision,
     Terminate,
 )
+from serai.ingress.workers import Plan
+from serai.worker_agent.engine.process import free_port
 
 STOP_S = 40.0
 
@@ -227,3 +235,80 @@ def test_a_ready_worker_goes_only_when_another_of_its_slot_is_ready(slots: int, 
         fake.end(worker)
     assert fake.supervision.is_over
     assert fake.supervision.exit_code == 0
+
+
+def say_alive(fake: Fake, *workers: int) -> None:
+    for worker in workers:
+        fake.supervision.alive(worker, fake.now)
+
+
+def test_a_worker_that_hangs_is_killed_and_another_one_started() -> None:
+    fake = up(2)
+    say_alive(fake, 1, 2)
+    for _ in range(int(SILENT_S / ALIVE_EVERY_S)):
+        assert fake.supervision.next_s(fake.now) <= ALIVE_EVERY_S  # type: ignore[operator]
+        fake.later(ALIVE_EVERY_S)
+        say_alive(fake, 2)
+        assert not fake.killed
+    fake.later(ALIVE_EVERY_S)
+    assert fake.killed == {1}
+    fake.end(1, 137)
+    assert fake.running == {2: 1, 3: 0}
+
+
+def test_a_parent_that_was_stopped_itself_kills_nobody_for_it() -> None:
+    fake = up(2)
+    say_alive(fake, 1, 2)
+    for _ in range(2):
+        fake.later(SILENT_S + 100)
+        assert not fake.killed
+
+
+def test_a_worker_that_was_told_to_end_may_be_silent_as_long_as_it_may_take() -> None:
+    fake = up(1)
+    say_alive(fake, 1)
+    fake.supervision.stop(fake.now)
+    while fake.now < STOP_S:
+        fake.later(ALIVE_EVERY_S)
+        assert not fake.killed
+
+
+PARENT = """
+from serai.ingress import supervision, workers
+supervision.ALIVE_EVERY_S, supervision.SILENT_S = 0.1, 0.5
+raise SystemExit(workers.main())
+"""
+WORKER = """
+import json, os, socket, time
+place = json.loads(os.environ["SERAI_INGRESS_PLACE"])
+control = socket.socket(fileno=place["control"])
+control.send(b"r")
+while place["worker"] == 2:
+    control.send(b"a")
+    time.sleep(0.1)
+time.sleep(60)
+"""
+
+
+def parent(command: list[str]) -> subprocess.Popen[str]:
+    plan = Plan(1, "127.0.0.1", free_port(), "127.0.0.1", 0, 1.0, False, command)
+    words = [sys.executable, "-c", PARENT, json.dumps(asdict(plan))]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_parent_finds_the_worker_that_hangs() -> None:
+    with parent([sys.executable, "-c", WORKER]) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]
+        process.terminate()
+    assert "worker 1 has hung for 0.5 s and is killed" in lines[0]
+    assert "exit code 137; another is started now" in lines[1]
+
+
+def test_a_worker_that_cannot_be_started_is_said_and_ends_nothing_else() -> None:
+    with parent(["/nonexistent/python"]) as process:
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == os.EX_OSERR
+    assert "worker 1 cannot be started" in said
+    assert "giving up" in said
+    assert "Traceback" not in said

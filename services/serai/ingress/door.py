@@ -57,8 +57,9 @@ class Door:
             yield
 
     async def watching(self) -> None:
-        """Closes idle and slow connections, until cancelled."""
-        await asyncio.gather(self._server.watching(), self._metrics_server.watching())
+        """Closes idle and slow connections, and tells the parent that this process lives, until cancelled."""
+        saying = [self._place.saying_alive()] if self._place is not None else []
+        await asyncio.gather(self._server.watching(), self._metrics_server.watching(), *saying)
 
     async def told(self, stop: asyncio.Event) -> Told:
         """Returns when the door has to close."""

@@ -1,11 +1,12 @@
 """Which worker processes an ingress should have: who is started, started again, replaced, ended, and when to give up.
 
-Events come in by `ready`, `ended`, `stop` and `replace_all`; `due` then looks at the whole state and says what is to be
-done. No clock is read here: `now` is the monotonic time in seconds.
+Events come in by `ready`, `alive`, `ended`, `stop` and `replace_all`; `due` then looks at the whole state and says what
+is to be done. No clock is read here: `now` is the monotonic time in seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,10 @@ STEADY_AFTER_S = 10.0
 """A worker that ran for so long is started again at once when it dies, and so is one that died for the first time."""
 START_S = 60.0
 """How long a worker may take until it is ready."""
+ALIVE_EVERY_S = 5.0
+"""So often a worker says that its event loop turns, and so often at least it is looked whether it does."""
+SILENT_S = 30.0
+"""A worker that has said nothing for so long hangs: the kernel goes on giving it connections that nobody answers."""
 FAILED_STARTS_MAX = 3
 """So many in a row, of one place, while no worker serves: there is nothing left to wait for."""
 SECOND_STOP_AFTER_S = 1.0
@@ -49,6 +54,7 @@ class Kill:
     """It had its time: SIGKILL."""
 
     worker: int
+    why: str = "did not obey in time"
 
 
 Effect = Start | Retire | Terminate | Kill
@@ -62,6 +68,8 @@ class _Worker:
     told_s: float | None = None
     """When it was told to end."""
     is_killed: bool = False
+    heard_s: float | None = None
+    """When it last said that it is alive; None: it has said nothing of that kind yet."""
 
 
 @dataclass(slots=True)
@@ -91,6 +99,7 @@ class Supervision:
     """Slots whose worker is to be replaced, in turn."""
     _replaced_upto: int = 0
     """Workers with greater numbers were started after the wish to replace all."""
+    _looked_s: float = -math.inf
     _stopping_since_s: float | None = None
     _is_forced: bool = False
 
@@ -105,6 +114,11 @@ class Supervision:
             self._workers[worker].is_ready = True
         if not self._was_up and sum(one.is_ready for one in self._workers.values()) == self.slots:
             self._was_up = True
+
+    def alive(self, worker: int, now: float) -> None:
+        """Its event loop turns."""
+        if worker in self._workers:
+            self._workers[worker].heard_s = now
 
     def ended(self, worker: int, code: int, now: float) -> None:
         """Its process is gone. `code` as the shell has it: 128 + signal for one that was killed."""
@@ -150,6 +164,7 @@ class Supervision:
 
     def due(self, now: float) -> list[Effect]:
         """What is to be done now; it is taken as done."""
+        self._forgive(now)
         effects: list[Effect] = [*self._overdue(now)]
         if self._stopping_since_s is not None:
             for number, one in self._workers.items():
@@ -168,15 +183,26 @@ class Supervision:
                 times.append(one.told_s + self.stop_s)
             elif not one.is_ready:
                 times.append(one.started_s + START_S)
+            elif one.heard_s is not None:
+                times.append(now + ALIVE_EVERY_S)
         return max(0.0, min(times) - now) if times else None
+
+    def _forgive(self, now: float) -> None:
+        """Who has not looked for long, because it was stopped itself perhaps, knows of nobody how long they have been
+        silent."""
+        if now - self._looked_s > 2 * ALIVE_EVERY_S:
+            for one in self._workers.values():
+                one.heard_s = None if one.heard_s is None else now
+        self._looked_s = now
 
     def _overdue(self, now: float) -> Iterator[Kill]:
         for number, one in self._workers.items():
             is_late = now - one.told_s > self.stop_s if one.told_s is not None else False
             is_stuck = not one.is_ready and now - one.started_s > START_S
-            if (is_late or is_stuck or self._is_forced) and not one.is_killed:
+            is_silent = one.heard_s is not None and one.told_s is None and now - one.heard_s > SILENT_S
+            if (is_late or is_stuck or is_silent or self._is_forced) and not one.is_killed:
                 one.is_killed = True
-                yield Kill(number)
+                yield Kill(number, f"has hung for {SILENT_S:g} s") if is_silent else Kill(number)
 
     def _missing(self, now: float) -> Sequence[int]:
         """Slots that need a worker. The first worker starts alone: what is wrong with all is said once."""

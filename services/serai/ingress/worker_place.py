@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serai.ingress.shared_metrics import SharedMetrics
-from serai.ingress.workers import Place
+from serai.ingress.supervision import ALIVE_EVERY_S
+from serai.ingress.workers import ALIVE, READY, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,17 @@ class WorkerPlace:
 
     def say_ready(self) -> None:
         """Tells the parent that connections are taken."""
+        self._say(READY)
+
+    async def saying_alive(self) -> None:
+        """Tells it again and again that the event loop turns, until cancelled."""
+        while True:
+            await asyncio.sleep(ALIVE_EVERY_S)
+            self._say(ALIVE)
+
+    def _say(self, word: bytes) -> None:
         try:
-            self.control.send(b"r")
+            self.control.send(word)
         except OSError:  # It is gone; `retired` says so, too.
             pass
 

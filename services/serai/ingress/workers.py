@@ -26,6 +26,7 @@ from serai.ingress.supervision import Kill, Retire, Start, Supervision, Terminat
 
 PLACE = "SERAI_INGRESS_PLACE"
 """Environment variable by which a worker knows that it is one: `Place` as JSON."""
+READY, ALIVE = b"r", b"a"
 _PR_SET_PDEATHSIG = 1  # As `runtime.parent_death` has it, with which structlog would come.
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,7 +55,8 @@ class Place:
     listeners: Sequence[int]
     metrics_listeners: Sequence[int]
     control: int
-    """A stream socket: the worker writes one byte when it is ready; its end means that it should retire."""
+    """A stream socket: the worker writes `READY` when it is, and from then on `ALIVE` now and then; its end means that
+    it should retire."""
     folder: str
     """Private to the workers of this parent."""
     parent: int
@@ -106,8 +108,9 @@ class Parent:
         self._selector.register(wake, selectors.EVENT_READ)
         while True:
             self._reap()
-            for effect in supervision.due(time.monotonic()):
-                self._obey(effect)
+            while effects := supervision.due(time.monotonic()):
+                for effect in effects:
+                    self._obey(effect)
             self._tell()
             if supervision.is_over:
                 return supervision.exit_code
@@ -127,8 +130,10 @@ class Parent:
 
     def _hear(self, worker: int) -> None:
         child = self._children[worker]
-        if child.control.recv(16):
-            self._supervision.ready(worker)
+        if said := child.control.recv(64):
+            self._supervision.alive(worker, time.monotonic())
+            if READY in said:
+                self._supervision.ready(worker)
         else:  # Its process ends; that is seen elsewhere.
             self._selector.unregister(child.control)
             child.control.close()
@@ -151,21 +156,34 @@ class Parent:
                 self._close_listeners()  # The workers' own go on until they have drained.
                 self._children[effect.worker].process.send_signal(signal.SIGTERM)
             case Kill():
-                self._say("warning", f"worker {effect.worker} did not obey in time and is killed")
+                self._say("warning", f"worker {effect.worker} {effect.why} and is killed")
                 self._children[effect.worker].process.kill()
 
     def _start(self, start: Start) -> None:
+        try:
+            self._start_process(start)
+        except (OSError, subprocess.SubprocessError) as error:
+            # No memory for it now, perhaps: the others serve, and it is tried again.
+            self._say("warning", f"worker {start.worker} cannot be started ({error})")
+            self._supervision.ended(start.worker, os.EX_OSERR, time.monotonic())
+
+    def _start_process(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
         listeners = [one.fileno() for one in self._sets[start.slot]]
         metrics = [one.fileno() for one in self._metrics]
         place = Place(start.slot, start.worker, listeners, metrics, theirs.fileno(), self._folder, os.getpid())
-        process = subprocess.Popen(
-            self._plan.command,
-            env=os.environ | {PLACE: json.dumps(asdict(place))},
-            pass_fds=[*listeners, *metrics, theirs.fileno()],
-            preexec_fn=_in_child,
-        )
-        theirs.close()
+        try:
+            process = subprocess.Popen(
+                self._plan.command,
+                env=os.environ | {PLACE: json.dumps(asdict(place))},
+                pass_fds=[*listeners, *metrics, theirs.fileno()],
+                preexec_fn=_in_child,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._children[start.worker] = _Child(process, ours)
         self._selector.register(ours, selectors.EVENT_READ, start.worker)
 
