@@ -24,7 +24,9 @@ from serai.ingress import calls as calls_module
 from serai.ingress import inference_client as client_module
 from serai.ingress import service as service_module
 from serai.ingress.access import Access
+from serai.ingress.calls import Calls
 from serai.ingress.http_server import HttpServer
+from serai.ingress.inference_client import StreamFailed
 from serai.ingress.openai_format import DONE
 from serai.ingress.service import Ingress
 from serai.ingress.settings import IngressSettings
@@ -32,6 +34,7 @@ from serai.runtime.bus import Message
 from serai.runtime.telemetry import Tracing
 from unit.fakes import Clock, FakeBus, record_of
 from unit.raw_http import Client, answer, answer_chunk, answer_head, connected, post
+from unit.test_inference_client import Gateway
 
 ASKED = b'{"model":"m","stream":true}'
 ASKED_WHOLE = b'{"model":"m"}'
@@ -711,3 +714,30 @@ def test_a_stream_that_came_in_one_piece_says_nothing_of_a_sessions_speed(serve:
 
     whole_stream = EVENT + told_usage + DONE
     serve({"s1": [head(), data(whole_stream), end(len(whole_stream))]}, talk)
+
+
+def test_what_cannot_be_passed_on_ends_its_stream_and_does_not_reach_the_bus() -> None:
+    def take(data: bytes) -> bytes:
+        raise TypeError("not foreseen")
+
+    async def main() -> None:
+        gateway = await Gateway().start()
+        call: Any = SimpleNamespace(first_byte_s=1.0, request_id="r")
+        events: Any = SimpleNamespace(take=take, out=None, contradicted=False)
+        with gateway.stream("s1") as stream, gateway.stream("s2") as other:
+            pumping = asyncio.create_task(Calls._pump(None, call, stream, events))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            gateway.deliver(
+                Frame(*_first(stream.id)), Frame(FrameKind.DATA, stream.id, 1, 1, b"x"), Frame(*_first(other.id))
+            )
+            with pytest.raises(StreamFailed) as failed:
+                await pumping
+            assert failed.value.failure.code is FailureCode.ENGINE_PROTOCOL
+            assert (await other.head()).status == 200
+
+    asyncio.run(main())
+
+
+def _first(stream_id: int) -> tuple[FrameKind, int, int, int, bytes]:
+    kind, payload = head()
+    return kind, stream_id, 1, 0, payload

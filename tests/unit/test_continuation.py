@@ -410,3 +410,19 @@ def test_the_usage_so_far_is_told_only_where_the_engine_told_it() -> None:
     assert (told["usage"], told["choices"], told["id"]) == (usage(5, 2), [], "a")
     for events in (b"", delta(content="a"), event({"choices": [], "usage": usage(5, 2)}), b"data: {x\n\n", DONE):
         assert usage_so_far(events) == b""
+
+
+@pytest.mark.parametrize("choices", [5, True, "a", {"a": 1}])
+def test_choices_that_are_no_list_are_nothing_to_go_on_with(choices: Any) -> None:
+    event = b"data: " + json.dumps({"choices": choices}).encode() + b"\n\n"
+    said = Transcript()
+    said.add(event)
+    said.read()
+    assert said.problem
+    assert Splice(Transcript(), "", 0).edit(event)
+
+
+def test_counts_that_no_sum_can_be_written_of_are_passed_as_they_came() -> None:
+    usage = {"prompt_tokens": 2**64 - 1, "completion_tokens": 2**64 - 1}
+    edited = Splice(Transcript(), "", 5).edit(b"data: " + json.dumps({"choices": [], "usage": usage}).encode())
+    assert json.loads(edited[6:])["usage"] == usage

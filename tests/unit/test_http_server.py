@@ -510,3 +510,18 @@ def test_a_body_in_crumbs_takes_little_more_than_its_size() -> None:
         assert (await answer(client[0]))[2] == b"POST /c  " + b"a" * 900
 
     serve(talk)
+
+
+def test_no_second_answer_is_written_into_a_stream() -> None:
+    async def broken(request: HttpRequest) -> None:
+        request.start(200, {}, b"some")
+        request.respond(500, {}, b"sorry")  # As for whatever goes wrong and is not foreseen.
+
+    async def talk(client: Client, server: HttpServer) -> None:
+        client[1].write(post(b""))
+        await answer_head(client[0])
+        assert await answer_chunk(client[0]) == b"some"
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client[0].readexactly(1)
+
+    serve(talk, broken)

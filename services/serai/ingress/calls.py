@@ -410,6 +410,11 @@ class Calls:
                 return out.send(take(data)) and not answer.contradicted
             except ClientGone:
                 return False
+            except Exception:
+                # Here it would reach the bus: what it has for other streams would be lost, and so would these bytes.
+                log.exception("inference.cannot_be_read", request_id=call.request_id, session=stream.session)
+                stream.fail(InferenceFailure(FailureCode.ENGINE_PROTOCOL, "the engine sent what cannot be passed on"))
+                return False
 
         while (data := await stream.data(pass_on if call.first_byte_s else None)) is not None:
             passed = take(data)
@@ -466,8 +471,9 @@ class Calls:
         rest = replace(call.wish, ask=replace(call.wish.ask, output_tokens_max=0))
         fitting = self._chooser.fitting(rest, now)
         any_like = self._chooser.interchange(call.model) is Interchange.ANY
-        likes = [r for r in fitting if continuation.can_replace(r, call.tried[0], any_fingerprint=any_like)]
-        return self._chooser.choose(call.wish, likes, call.tried, now)
+        likes = [r for r in fitting if continuation.can_replace(r, call.tried[-1], any_fingerprint=any_like)]
+        # One whose gate refused it, or that was full before it waited its turn, has said nothing of this answer.
+        return self._chooser.choose(call.wish, likes, call.tried_in_vain, now)
 
     async def _continue(
         self, call: Call, broken: Broken, record: SessionRecord, plan: continuation.Plan

@@ -274,7 +274,7 @@ def read_usage_object(usage: Mapping[str, Any]) -> Usage:
 
 def _count(fields: object, name: str) -> int:
     value = fields.get(name) if isinstance(fields, dict) else None
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value < 2**53 else 0  # Sums of them must fit into JSON, too.
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

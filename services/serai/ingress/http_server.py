@@ -78,6 +78,7 @@ class HttpRequest:
 
     __slots__ = (
         "_connection",
+        "_has_begun",
         "body",
         "headers",
         "http_1_0",
@@ -91,6 +92,7 @@ class HttpRequest:
 
     def __init__(self, connection: HttpServerConnection, method: str, path: str, headers: dict[str, str]) -> None:
         self._connection = connection
+        self._has_begun = False
         self.method = method
         self.path = path
         """Decoded, without the query."""
@@ -107,7 +109,11 @@ class HttpRequest:
         """Why the body could not be read; the answer must be this error."""
 
     def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """A whole answer, in one write."""
+        """A whole answer, in one write. Behind the beginning of another one it would be taken for a part of that: then
+        the connection is closed instead, and the client sees that it is cut."""
+        if self._has_begun:
+            self.abort()
+            return
         head = self._head(status, headers)
         payload = b"" if self.method == "HEAD" else body
         length = b"" if status == HTTPStatus.NO_CONTENT else b"content-length: %d\r\n" % len(body)
@@ -120,6 +126,7 @@ class HttpRequest:
             head = self._head(status, headers) + b"\r\n"
         else:
             head = self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n"
+        self._has_begun = True
         stream = HttpStream(self._connection, chunked=not self.http_1_0)
         self._connection.write(head + stream.framed(data))
         return stream

@@ -121,7 +121,10 @@ class Transcript:
         if "usage" in event and isinstance(event["usage"], dict):
             self.usage = event["usage"]
             told = self.usage.get("completion_tokens")
-        for choice in event.get("choices") or ():
+        choices = event.get("choices") or []
+        if not isinstance(choices, list):
+            raise Unsound("an event was sent whose choices are no list")
+        for choice in choices:
             self._read_choice(choice, told if isinstance(told, int) and told > 0 else 0)
 
     def _read_choice(self, choice: Any, told: int) -> None:

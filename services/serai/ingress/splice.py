@@ -47,7 +47,8 @@ class Splice:
             # Before all that was sent has come again, its client has no use for what ails this session.
             self.mismatch = bool(self._repeated)
             return b"" if self.mismatch else block + b"\n\n"
-        choices = [choice for choice in event.get("choices") or () if isinstance(choice, dict)]
+        listed = event.get("choices")
+        choices = [choice for choice in listed if isinstance(choice, dict)] if isinstance(listed, list) else []
         has_news = not choices
         for choice in choices:
             has_news |= self._edit_choice(choice)
@@ -91,7 +92,7 @@ class Splice:
     def _correct(self, usage: dict[str, Any]) -> None:
         """Tokens that were said and became prompt are no prompt. The total is right as it is."""
         prompt, said = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if isinstance(prompt, int) and isinstance(said, int):
+        if isinstance(prompt, int) and isinstance(said, int) and max(prompt, said) < 2**53:
             own_prompt = prompt - self._tokens if self._prompt_tokens is None else self._prompt_tokens
             usage["prompt_tokens"] = max(0, own_prompt)
             usage["completion_tokens"] = said + self._tokens
