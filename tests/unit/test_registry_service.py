@@ -402,6 +402,29 @@ def test_what_could_not_be_written_is_written_later_and_said_once() -> None:
     assert [entry["event"] for entry in logs] == ["registry.kv_fails", "registry.kv_works_again"]
 
 
+def test_what_was_being_written_when_the_registry_is_told_to_stop_is_written_last() -> None:
+    values = {f"s{n}": b"LEFT" for n in range(40)}
+    storing, bucket = storing_of(values)
+    put = bucket.put
+
+    async def hangs(key: str, value: bytes) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        bucket.put = hangs  # type: ignore[method-assign]
+        for key in values:
+            storing.changed(key)
+        writing = asyncio.create_task(storing.storing())
+        await asyncio.sleep(0.01)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        bucket.put = put  # type: ignore[method-assign]
+        await storing.finish()
+
+    asyncio.run(main())
+    assert bucket.kept == values
+
+
 def test_h61_a_bucket_that_vanished_was_made_anew_or_lost_keys_is_written_again() -> None:
     values = {f"s{n}": b"1" for n in range(5)}
     storing, bucket = storing_of(values)

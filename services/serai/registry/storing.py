@@ -84,7 +84,11 @@ class Storing:
             if not whole:
                 self._waiting |= dict.fromkeys(part)
                 continue
-            written = await asyncio.gather(*[self._write(session) for session in part])
+            try:
+                written = await asyncio.gather(*[self._write(session) for session in part])
+            except asyncio.CancelledError:  # `finish` writes it: that a session left, nobody says again.
+                self._waiting |= dict.fromkeys(turn[start:])
+                raise
             for session, done in zip(part, written, strict=True):
                 if not done:
                     self._waiting[session] = None
