@@ -244,6 +244,14 @@ def test_a_body_of_another_size_than_announced_is_not_posted(loop: asyncio.Runne
     loop.run(test())
 
 
+@in_loop
+async def test_a_body_that_grows_beyond_what_was_announced_is_not_kept_until_its_last_frame(clock: Clock) -> None:
+    agent = Agent()
+    agent.send(1, request_frame(1, body_bytes=5, body_frames=1_000_000), *map(body_frame, range(3)))
+    assert failure_in((await agent.frames())[-1]).code is FailureCode.BAD_REQUEST_FRAME
+    assert (agent.desk.in_flight, agent.pool.posted) == (0, [])
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

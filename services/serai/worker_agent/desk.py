@@ -304,7 +304,7 @@ class Desk:
         exchange.body.append(frame.payload)
         exchange.body_bytes += len(frame.payload)
         received = len(exchange.body)
-        if received < request.body_frames:
+        if received < request.body_frames and exchange.body_bytes <= request.body_bytes:
             if received % (BODY_FRAMES_AHEAD // 2) == 0:
                 exchange.control(FrameKind.BODY_CREDIT, received + BODY_FRAMES_AHEAD)
         elif exchange.body_bytes != request.body_bytes:
