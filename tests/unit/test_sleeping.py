@@ -100,6 +100,7 @@ class Place:
         self.metadata = SessionMetadata(model="m", engine_model="m", engine="emulated")
         self.said: list[SessionMetadata] = []
         self.canary_fails = 0
+        self.ends = False
         self.sleeping = Sleeping(
             self.bus,
             "s1",
@@ -108,6 +109,7 @@ class Place:
             self.canary,
             lambda: self.metadata,
             self.change,
+            lambda: self.ends,
         )
 
     async def canary(self) -> None:
@@ -206,6 +208,34 @@ def test_an_engine_that_does_not_sleep_serves_on_and_one_that_does_not_wake_is_a
         assert not place.engine.asleep
 
     run(story)
+
+
+def test_a_session_that_ends_serves_no_more_whatever_is_wished_of_its_sleep() -> None:
+    async def falling(place: Place) -> None:
+        place.desk.in_flight = 1
+        place.ask(True, 0.02)
+        while "refuse" not in place.desk.told:
+            await asyncio.sleep(0.002)
+        place.ends, place.metadata = True, SessionMetadata("m", "m", "emulated", draining=Draining("it ends", 60.0))
+        assert place.ask(False).why == "its session ends"
+        await asyncio.sleep(0.05)
+        assert (place.desk.told, place.desk.in_flight, place.engine.asleep) == (["refuse"], 1, False)
+        assert place.metadata.draining == Draining("it ends", 60.0)
+
+    async def waking(place: Place) -> None:
+        place.ask(True)
+        await place.until(True)
+        place.engine.refuses = [CannotSleep("/wake_up was answered 500")]
+        place.ask(False)
+        while place.engine.refuses:
+            await asyncio.sleep(0.001)
+        place.ends = True
+        while place.sleeping.asleep:
+            await asyncio.sleep(0.002)
+        assert "take" not in place.desk.told
+
+    run(falling)
+    run(waking)
 
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:

@@ -262,7 +262,7 @@ class Session:
             kv_tokens_total=reports.load.kv_tokens_max or 0,
             open_gate=Position(settings.open_gate),
         )
-        self._sleeping = self._made_sleeping(desk)
+        self._sleeping = self._made_sleeping(desk, notice)
         subscriptions = [
             *await self._gate.start(),
             await self._sleeping.start(),
@@ -274,7 +274,7 @@ class Session:
         await self._bus.barrier()
         return subscriptions
 
-    def _made_sleeping(self, desk: Desk) -> Sleeping:
+    def _made_sleeping(self, desk: Desk, notice: Notice) -> Sleeping:
         pool, headers, model = self._engine.pool, self._engine.headers, self._served.engine_model
         # An engine that somebody else has started is not ours to put to sleep.
         calls = None if self._settings.engine_url else self._engine.sleep_calls
@@ -286,6 +286,7 @@ class Session:
             lambda: canary(pool, model, headers, HUNG_CANARY_S),
             lambda: self.record.metadata,
             self._change,
+            notice.given.is_set,
         )
 
     # -- while it serves -----------------------------------------------------------------------------------------

@@ -114,9 +114,11 @@ class Sleeping:
         canary: Callable[[], Awaitable[None]],
         metadata: Callable[[], SessionMetadata],
         change: Callable[[SessionMetadata], None],
+        ends: Callable[[], bool] = lambda: False,
     ) -> None:
         """`engine`: None when it cannot sleep. `canary`: whether it serves; raises NotServing, HttpFailure or
-        TimeoutError. `change` puts it into the session's record."""
+        TimeoutError. `change` puts it into the session's record. `ends`: whether the session has been told to end,
+        which no wish outweighs."""
         self._bus = bus
         self._session = session
         self._desk = desk
@@ -124,6 +126,7 @@ class Sleeping:
         self._canary = canary
         self._metadata = metadata
         self._change = change
+        self._ends = ends
         self._wanted = False
         self._within_s = 0.0
         self._why = ""
@@ -159,6 +162,8 @@ class Sleeping:
             return "its engine cannot sleep, or was not started so that it can"
         if not 0 <= request.within_s < math.inf:
             return f"within_s {request.within_s:g}: must be a number of seconds, not below 0"
+        if self._ends():
+            return "its session ends"
         draining = self._metadata().draining
         if draining is not None and not self._wanted:
             return f"it is draining: {draining.reason}"
@@ -175,10 +180,16 @@ class Sleeping:
     # -- inside --------------------------------------------------------------------------------------------------
 
     async def _fall(self, engine: EngineSleep) -> None:
+        if self._ends():
+            self._wanted = False
+            return
         self._say(draining=Draining(self._why[:TEXT_CHARACTERS_MAX], self._within_s))
         await asyncio.sleep(WITHDRAWAL_S)
         self._desk.refuse_new()
         await self._until_empty()
+        if self._ends():  # What is left may have longer than sleep would give it.
+            self._wanted = False
+            return
         if not self._wanted:  # Wanted again before it slept.
             self._serves()
             return
@@ -222,6 +233,8 @@ class Sleeping:
         log.info("agent.awake", session=self._session, took_s=round(time.monotonic() - began_s, 1))
 
     def _serves(self) -> None:
+        if self._ends():
+            return  # It would be sent what it can only hand over.
         self._desk.take_again()
         self._say()
 
