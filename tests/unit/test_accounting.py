@@ -256,3 +256,13 @@ def test_series_of_models_that_have_gone_are_forgotten() -> None:
     shown = {sample.labels["model"] for family in families for metric in family.collect() for sample in metric.samples}
     assert "gone" not in shown
     assert {"here", "unknown"} <= shown
+
+
+def test_an_answer_that_cannot_be_translated_is_no_answer_in_the_record() -> None:
+    async def talk(kept: Kept) -> None:
+        body = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"hello"}]}'
+        assert (await kept.ask(body, path="/v1/messages"))[0] == 502
+        (record,) = kept.records
+        assert (record.outcome, record.status, record.error_code) == (Outcome.FAILED, 502, "engine_protocol")
+
+    run({"s1": whole(200, b'{"choices":5}')}, talk)

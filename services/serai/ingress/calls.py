@@ -325,6 +325,7 @@ class Calls:
         attempt.answered(head.status, retry_after_s(headers))
         if line.out is not None:
             raise _no_events(head.status, body)
+        line.request.check(head.status, headers, body)
         self._accounting.answering(call, head.status, time.monotonic())
         line.request.respond(head.status, headers, body)
         return None

@@ -66,6 +66,9 @@ class ClientRequest(Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
 
+    def check(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Raises ApiError when `respond` could not tell that: before it is written down as answered."""
+
     def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None: ...
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream: ...
@@ -107,6 +110,9 @@ class HttpRequest:
         """Of the answer, whatever it is."""
         self.problem: ApiError | None = None
         """Why the body could not be read; the answer must be this error."""
+
+    def check(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Bytes can always be told."""
 
     def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """A whole answer, in one write. Behind the beginning of another one it would be taken for a part of that: then

@@ -96,7 +96,7 @@ def _has(record: SessionRecord, endpoint: Endpoint) -> bool:
 class TranslatedRequest:
     """A client's request, in another endpoint's words; its answer, as its client asked for it."""
 
-    __slots__ = ("_answer", "_body", "_client", "_dialect", "_fields", "_translation")
+    __slots__ = ("_answer", "_body", "_client", "_dialect", "_fields", "_told", "_translation")
 
     def __init__(
         self, client: ClientRequest, dialect: Dialect, translation: Translation, fields: dict[str, Any]
@@ -106,6 +106,7 @@ class TranslatedRequest:
         self._translation = translation
         self._fields = fields
         self._body = b""
+        self._told = b""
 
     @property
     def body(self) -> bytes:
@@ -122,15 +123,22 @@ class TranslatedRequest:
     def headers(self) -> Mapping[str, str]:
         return self._client.headers
 
-    def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be told."""
+    def check(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Raises ApiError (502) when it cannot be told."""
         request_id = headers.get(REQUEST_ID, "")
         if status >= 400:
             error = read_error_body(body, status)
             error.request_id = request_id
-            told = error_body(self._dialect, error)
+            self._told = error_body(self._dialect, error)
         else:
-            told = _written(self._answer.whole(self._translation.read(body, request_id)))
+            self._told = _written(self._answer.whole(self._translation.read(body, request_id)))
+
+    def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """A whole answer, or an engine's error. Raises ApiError (502) when it cannot be told."""
+        if not self._told:
+            self.check(status, headers, body)
+        told, self._told = self._told, b""
+        request_id = headers.get(REQUEST_ID, "")
         self._client.respond(status, {**headers} | self._names(request_id) | _JSON, told)
 
     def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> ClientStream:
