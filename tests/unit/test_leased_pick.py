@@ -30,7 +30,22 @@ from serai.runtime.bus import Message
 from serai.runtime.telemetry import Tracing
 from unit.fakes import record_of
 from unit.raw_http import Client, connected
-from unit.test_calls import NOBODY, STREAMED, AgentsBus, Part, ask, error, told
+from unit.test_calls import (
+    AGAIN,
+    BREAKS,
+    DONE,
+    END,
+    NOBODY,
+    PROMPT,
+    SENT,
+    STREAMED,
+    AgentsBus,
+    Part,
+    ask,
+    error,
+    going_on,
+    told,
+)
 
 Scheduler = Callable[[AdmissionAsk], AdmissionAnswer | None]
 REFUSED = [error(FailureCode.LEASE_REFUSED, retry_safe=True)]
@@ -91,6 +106,7 @@ def serve(
     scheduler: Scheduler | None,
     talk: Callable[[Client, ScheduledBus, Ingress], Awaitable[None]],
     policy: str = "macro-scheduled",
+    fingerprint: str = "",
 ) -> None:
     async def main() -> None:
         bus = ScheduledBus(says, scheduler)
@@ -100,7 +116,7 @@ def serve(
         await ingress._asking.start()
         now = asyncio.get_running_loop().time()
         for session in says:
-            ingress.replica.merge(record_of(session), now, heard=True)
+            ingress.replica.merge(record_of(session, fingerprint=fingerprint), now, heard=True)
         server = HttpServer(ingress.on_http, body_bytes_max=10_000)
         await server.start("127.0.0.1", 0)
         client = await connected(server)
@@ -181,6 +197,21 @@ def test_when_leases_are_refused_everywhere_the_request_goes_without_one_even_to
         assert 3 <= len(leases) <= 8
 
     serve({"s1": REFUSED, "s2": REFUSED}, admit_at("s1", "s2"), talk)
+
+
+def test_a_stream_may_go_on_at_the_session_that_had_refused_its_lease() -> None:
+    async def talk(client: Client, bus: ScheduledBus, ingress: Ingress) -> None:
+        def refused_once(frame: Any, reply: str, parts: list[Part] | None) -> None:
+            is_first = len(bus.sessions_asked) == 1
+            ScheduledBus._reply(bus, frame, reply, REFUSED if is_first else parts)
+
+        bus._reply = refused_once  # type: ignore[method-assign]
+        _, _, body = await ask(client, body=PROMPT)
+        assert bus.sessions_asked == ["s1", "s2", "s1"]
+        assert body.startswith(SENT + b": serai continued on s1\n\n")
+        assert body.endswith(DONE)
+
+    serve({"s1": going_on(AGAIN, END), "s2": BREAKS}, admit_at("s1", "s2"), talk, fingerprint="f")
 
 
 def test_one_instance_alone_that_refuses_a_lease_gets_the_request_without_it() -> None:

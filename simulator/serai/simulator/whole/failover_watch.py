@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from serai.contracts.admission import AdmissionAnswers, Decision
+from serai.contracts.admission import AdmissionAnswers, AdmissionRequest, Decision
 from serai.contracts.codec import MalformedMessage, decode, decode_frames
 from serai.contracts.inference import FailureCode, FrameKind
-from serai.contracts.subjects import TAKE
+from serai.contracts.subjects import ADMISSION, TAKE
 from serai.macro_scheduler.ownership import leader_epoch_of
 from serai.macro_scheduler.service import MacroScheduler
 from serai.simulator.whole.simulated_bus import Passage
@@ -14,6 +14,7 @@ from serai.worker_agent.phase_gate_shell import GateShell
 from serai.worker_agent.service import NodeAgent
 
 _TAKE_PREFIX = TAKE.of("")
+_ADMISSION_PREFIX = ADMISSION.of("")
 _REFUSED = str(FailureCode.LEASE_REFUSED).encode()
 
 
@@ -24,6 +25,8 @@ class OwnerWatch:
         self._system = system
         self.doubles: list[str] = []
         self.leases = 0
+        self.grants_used = 0
+        """Requests that had a place granted in advance, as their ingresses tell."""
         self.waits = 0
         self.refused = 0
         self.takeover_s: float | None = None
@@ -46,12 +49,19 @@ class OwnerWatch:
                 self._look(passage.connection)
         elif subject.startswith("_INBOX_ingress.") and ".admission." in subject:
             self._answers(passage)
+        elif subject.startswith(_ADMISSION_PREFIX):
+            self.grants_used += len(decode(AdmissionRequest, passage.data).spent)
         elif _REFUSED in passage.data and subject.startswith("_INBOX_ingress."):
             self.refused += sum(frame.kind == FrameKind.ERROR for frame in decode_frames(passage.data))
 
     def leader_dies(self) -> None:
         """From now on the next one is waited for."""
         self._died_at_s = self._system.loop.time()
+
+    @property
+    def placed(self) -> int:
+        """Requests whose place a scheduler decided."""
+        return self.leases + self.grants_used
 
     def all_obey(self) -> bool:
         """Whether there is one leader, and every agent's instance obeys it."""
