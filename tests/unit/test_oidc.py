@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from serai.ingress.access import Access
 from serai.ingress.caller import Caller
 from serai.ingress.configuration import Configuration, Issuer, Project
-from serai.ingress.oidc import CHECKED_AGAIN_S, FETCH_EVERY_S, KEYS_FRESH_S, KEYS_OLD_S, People
+from serai.ingress.oidc import CHECKED_AGAIN_S, EVERYONE, FETCH_EVERY_S, KEYS_FRESH_S, KEYS_OLD_S, People
 from serai.ingress.openai_format import ApiError
 from serai.ingress.requirements import Providers
 from unit.fakes import Clock
@@ -370,3 +370,11 @@ def test_a_token_that_was_good_is_known_until_something_changes() -> None:
 def test_an_ingress_without_issuers_has_no_http_client_in_its_memory() -> None:
     asked = "import sys; import serai.ingress.__main__; print('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_project_that_went_while_a_token_was_looked_at_is_nobodys() -> None:
+    people, issuer = People(), Issuer("https://login.example.org", ("serai",), {EVERYONE: "gone"})
+    people.apply([issuer], {})
+    with pytest.raises(ApiError) as refused:
+        people._person(issuer, {"sub": "ann", issuer.name_claim: "ann", "exp": 2e9})
+    assert refused.value.status == 403

@@ -174,7 +174,8 @@ class People:
         groups = _claim(claims, issuer.groups_claim)
         names = {groups} if isinstance(groups, str) else {group for group in groups[:GROUPS_MAX] if _is_text(group)}
         for group, project in issuer.projects.items():
-            if group in names or group == EVERYONE:
+            # One that is gone: the configuration has changed while its keys were waited for.
+            if (group in names or group == EVERYONE) and project in self._projects:
                 until_s = min(float(claims["exp"]) + issuer.leeway_s, time.time() + CHECKED_AGAIN_S)
                 return caller_of(
                     name[:NAME_CHARACTERS_MAX],
