@@ -18,6 +18,7 @@ import pytest
 from integration.system import wait_for
 from serai.contracts.session_record import GpuDevice
 from serai.worker_agent.engine import clearance as clearance_module
+from serai.worker_agent.engine import process as process_module
 from serai.worker_agent.engine import process_table
 from serai.worker_agent.engine.clearance import NodeBusy, NodeClearance, end_left_over
 from serai.worker_agent.engine.environment import engine_environment
@@ -381,6 +382,28 @@ def test_a_killed_server_is_noticed_though_its_child_holds_its_output() -> None:
         assert child.alive
         assert await engine.stop(1) == -signal.SIGKILL
         wait_for(lambda: not child.alive, "the child has ended, too", 5)
+
+    asyncio.run(run())
+
+
+def test_h40_an_engine_whose_start_is_given_up_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    async def hangs(group: int) -> None:
+        begun.append(group)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(process_module, "_keeper_of", hangs)
+
+    async def run() -> None:
+        starting = asyncio.create_task(EngineProcess.start(SERVER, {"PATH": os.environ["PATH"]}, 1))
+        while not begun:
+            await asyncio.sleep(0.01)
+        engine = identity_of(begun[0])
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert engine is not None
+        wait_for(lambda: not engine.alive, "the engine has ended", 5)
 
     asyncio.run(run())
 

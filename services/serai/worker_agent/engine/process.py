@@ -154,13 +154,22 @@ class EngineProcess:
             raise
         finally:
             os.close(its)
-        output = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb", 0)
-        )
-        unseen = any(os.path.basename(word) in _CONTAINER_RUNTIMES for word in command)
-        started = cls(process, _Output(output, pipe), mark, port, held, may_be_unseen=unseen)
-        started._keeper = await _keeper_of(process.pid)
+        started = None
+        try:
+            output = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
+            pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb", 0)
+            )
+            unseen = any(os.path.basename(word) in _CONTAINER_RUNTIMES for word in command)
+            started = cls(process, _Output(output, pipe), mark, port, held, may_be_unseen=unseen)
+            started._keeper = await _keeper_of(process.pid)
+        except BaseException:  # Told to end meanwhile: nobody knows of it yet, and a pool's agent lives on.
+            if started is not None:
+                await started.stop(0)
+            else:
+                _signal_group(process.pid, signal.SIGKILL)
+                await process.wait()
+            raise
         return started
 
     @property
@@ -255,10 +264,14 @@ class EngineProcess:
                 sys.stderr.write(text + "\n")
 
     def _signal_group(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
+        _signal_group(self._process.pid, number)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
 
 
 def _variables(engine: Engine, command: Sequence[str], port: int) -> dict[str, str]:
