@@ -145,7 +145,6 @@ def test_a_service_starts_with_as_little_as_possible_said(kind: type[Any]) -> No
         "--nats-url=nats://host:port",
         "--nats-nkey-file=/none",
         "--nats-creds-file=/none",
-        "--site=",
         "--log-level=loud",
         "--metrics-port=-1",
         "--metrics-port=65536",

@@ -29,8 +29,6 @@ class NatsSettings:
             there = False
         if parts.scheme not in ("nats", "tls", "ws", "wss") or not there:
             raise ValueError(f"--nats-url {self.nats_url!r}: must look like nats://host:4222 or tls://host:443")
-        if not self.site:
-            raise ValueError("--site: must not be empty; `local` is the name of a site that has no other")
         if self.nats_nkey_file and self.nats_creds_file:
             raise ValueError("--nats-nkey-file and --nats-creds-file: give one of them, not both")
         for flag, path in (("--nats-nkey-file", self.nats_nkey_file), ("--nats-creds-file", self.nats_creds_file)):
