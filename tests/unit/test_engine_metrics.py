@@ -63,9 +63,9 @@ def test_sglang_tells_the_same_in_metrics_and_in_loads() -> None:
     by_metrics = load_in(SGLANG)
     assert by_metrics == EngineLoad(5, 1, 400, 600, 10.0, 20.0, 812.5)
     rank = {"num_running_reqs": 5, "num_waiting_reqs": 1, "num_used_tokens": 400, "max_total_num_tokens": 1000}
-    loads = orjson.dumps({"loads": [rank | {"gen_throughput": 812.5}], "dp_rank_count": 1})
+    loads = orjson.dumps({"loads": [rank | {"gen_throughput": 812.5, "max_running_requests": 64}], "dp_rank_count": 1})
     by_loads = load_of(samples_in_loads(loads))
-    assert by_loads == EngineLoad(5, 1, 400, 600, None, None, 812.5)
+    assert by_loads == EngineLoad(5, 1, 400, 600, None, None, 812.5, sequences_max=64)
     assert rates_between(by_loads, by_loads, 1.0) == EngineRates(None, 812.5)
 
 

@@ -49,6 +49,7 @@ def test_of_an_engine_that_does_not_tell_steps_are_worked_out() -> None:
     assert one.look({}, 1.4, waits=False, works=True) == ()
     assert one.load(400, 1000) == (EngineSays(400, 1000),)
     assert one.load(400, 1000) == ()
+    assert one.load(400, 1000, 64) == (EngineSays(400, 1000, 64),)
     one.ended("a", unanswered=False)
 
 

@@ -25,13 +25,14 @@ _OUTPUT_TOKENS = ("vllm:generation_tokens_total", "sglang:generation_tokens_tota
 _OUTPUT_RATE = ("sglang:gen_throughput",)
 _KV_USED = ("sglang:num_used_tokens", "llamacpp:kv_cache_tokens")
 _KV_SIZE = ("sglang:max_total_num_tokens",)
+_SLOTS = ("sglang:max_running_requests",)
 _KV_SHARE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "llamacpp:kv_cache_usage_ratio")
 _VLLM_CACHE = "vllm:cache_config_info"
 _VLLM_KV_SIZE = "vllm:cache_config_info tokens"
 """Not a metric: the product of two of its labels."""
 
 LOAD_METRICS = frozenset(
-    (*_RUNNING, *_WAITING, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_OUTPUT_RATE, *_KV_USED, *_KV_SIZE, *_KV_SHARE)
+    (*_RUNNING, *_WAITING, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_OUTPUT_RATE, *_KV_USED, *_KV_SIZE, *_KV_SHARE, *_SLOTS)
 )
 
 _LOADS = {
@@ -39,6 +40,7 @@ _LOADS = {
     "num_waiting_reqs": "sglang:num_queue_reqs",
     "num_used_tokens": "sglang:num_used_tokens",
     "max_total_num_tokens": "sglang:max_total_num_tokens",
+    "max_running_requests": "sglang:max_running_requests",
     "gen_throughput": "sglang:gen_throughput",
     "total_prefill_uncached_tokens": "sglang:prompt_tokens_total",
 }
@@ -62,6 +64,8 @@ class EngineLoad:
     output_tokens_total: float | None = None
     output_tokens_per_s: float | None = None
     """Where the engine tells a rate instead of a total."""
+    sequences_max: int | None = None
+    """Requests that it runs at once."""
 
     @property
     def kv_tokens_max(self) -> int | None:
@@ -133,6 +137,7 @@ def load_of(samples: Samples) -> EngineLoad:
         prompt_tokens_total=_first(samples, _PROMPT_TOKENS),
         output_tokens_total=_first(samples, _OUTPUT_TOKENS),
         output_tokens_per_s=_first(samples, _OUTPUT_RATE),
+        sequences_max=_whole(_first(samples, _SLOTS)),
     )
 
 

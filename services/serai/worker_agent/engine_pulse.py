@@ -117,9 +117,9 @@ class EnginePulse:
         said = () if known else (EngineSays(*load),)
         return (*said, _stepped(step, unseen_tokens))
 
-    def load(self, kv_tokens_free: int, kv_tokens_total: int) -> Sequence[GateEvent]:
-        """What the engine says of its KV cache now and then. Steps say it better."""
-        load = (kv_tokens_free, kv_tokens_total, 0)
+    def load(self, kv_tokens_free: int, kv_tokens_total: int, sequences_max: int = 0) -> Sequence[GateEvent]:
+        """What the engine says of its KV cache and slots now and then. Steps say it better."""
+        load = (kv_tokens_free, kv_tokens_total, sequences_max)
         if self._told or self._load == load:
             return ()
         self._load = load

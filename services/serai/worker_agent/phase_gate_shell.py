@@ -24,6 +24,7 @@ from serai.runtime.bus import Bus, BusDisconnected, Message, Subscription
 from serai.runtime.metrics import Counts
 from serai.worker_agent.desk import Desk
 from serai.worker_agent.engine.phase_socket import MIXED, PhaseSocket
+from serai.worker_agent.engine_metrics import EngineLoad
 from serai.worker_agent.engine_pulse import EnginePulse, EngineStep
 from serai.worker_agent.engine_reports import EngineReports
 from serai.worker_agent.exchange import Exchange
@@ -417,15 +418,17 @@ class GateShell:
         self._feed_all(self._pulse.stepped(step, sum(unseen), now))
 
     def _tell_load(self) -> None:
-        load = self._reports.load
-        if load.kv_tokens_free is not None and self._reports.at_s > self._load_at_s:
-            self._feed_all(self._pulse.load(load.kv_tokens_free, load.kv_tokens_max or 0))
+        if self._reports.at_s > self._load_at_s:
+            self._take_load(self._reports.load)
+
+    def _take_load(self, load: EngineLoad) -> None:
+        if load.kv_tokens_free is not None:
+            self._feed_all(self._pulse.load(load.kv_tokens_free, load.kv_tokens_max or 0, load.sequences_max or 0))
 
     async def _asking_load(self, every_s: float) -> None:
         while True:
             await self._taken.wait()
             if self._requests and (load := await self._reports.ask_load()) is not None:
                 self._load_at_s = time.monotonic()
-                if load.kv_tokens_free is not None:
-                    self._feed_all(self._pulse.load(load.kv_tokens_free, load.kv_tokens_max or 0))
+                self._take_load(load)
             await asyncio.sleep(every_s)
