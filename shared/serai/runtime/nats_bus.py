@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nkeys
 import structlog
@@ -45,6 +45,7 @@ with without("aiohttp", "multidict"):  # `_with_websockets` brings them when an 
     from nats.protocol.parser import AWAITING_CONTROL_LINE, PERMISSIONS_ERR, STALE_CONNECTION, Parser
 
 log = structlog.get_logger()
+_T = TypeVar("_T")
 
 LOSSES = Counter("serai_bus_losses_total", "Times that messages may have been lost, by reason", ["reason"])
 RECONNECTS = Counter("serai_bus_reconnects_total", "Connections to NATS that were lost and made again")
@@ -160,6 +161,12 @@ class _DirectClient(Client):  # type: ignore[misc]
             raise nats.errors.Error("the server has no TLS, and the address says tls://")
         await super()._process_info(info, initial_connection=initial_connection)
 
+    async def request(self, *words: Any, **named: Any) -> Msg:
+        return await never_forgetting_a_cancel(super().request(*words, **named))
+
+    async def flush(self, *words: Any, **named: Any) -> None:
+        await never_forgetting_a_cancel(super().flush(*words, **named))
+
     async def _attempt_reconnect(self) -> None:
         try:
             await super()._attempt_reconnect()
@@ -204,6 +211,17 @@ class _DirectClient(Client):  # type: ignore[misc]
             return
         no_responders = headers is not None and not data and headers.startswith(b"NATS/1.0 503")
         handler(subject.decode(), data, reply.decode(), no_responders)
+
+
+async def never_forgetting_a_cancel(work: Awaitable[_T]) -> _T:
+    """What nats-py waits for, it waits for with `asyncio.wait_for`; before Python 3.12 that forgets that its task was
+    cancelled when the answer came in that very turn of the loop, and whoever asks in a loop never ends."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    result = await work
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 def _take_at_once(reader: Any, parser: _FastParser) -> None:
