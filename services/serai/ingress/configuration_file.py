@@ -135,22 +135,13 @@ def read_document(path: Path) -> Document:
     try:
         return _document(Fields({} if found is None else found, ""), path, strict_yaml.lines(text))
     except BadInput as error:
-        place = _placed(path, error.place, strict_yaml.lines(text))
+        place = strict_yaml.placed(str(path), error.place, strict_yaml.lines(text))
         raise BadInput(place, error.problem, error.remedy) from error
-
-
-def _placed(path: Path, place: str, lines: Mapping[str, int]) -> str:
-    """With the line of `place`, or of the part that it is missing from."""
-    known = place
-    while known and known not in lines:
-        known = known[: max(known.rfind("."), known.rfind("["), 0)]
-    line = f":{lines[known]}" if known else ""
-    return f"{path}{line}: {place}" if place else f"{path}{line}"
 
 
 def _document(top: Fields, path: Path, lines: Mapping[str, int]) -> Document:
     written = {
-        name: Given(_from_here(name, top.any(name), path), f"{_placed(path, name, lines)}", in_file=True)
+        name: Given(_from_here(name, top.any(name), path), strict_yaml.placed(str(path), name, lines), in_file=True)
         for name in setting_names(IngressSettings)
         if name != "config" and top.has(name)
     }

@@ -58,7 +58,6 @@ def without_usage_event(events: bytes) -> bytes:
     return b"".join(kept)
 
 
-_CHOICES_LAST = b"}]}\n\n"
 _EVENT = re.compile(rb".*?(?:\n\r?\n|\Z)", re.DOTALL)
 
 

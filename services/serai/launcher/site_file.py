@@ -58,7 +58,8 @@ def read_site(path: Path) -> Site:
     try:
         return site_of({} if found is None else found)
     except BadInput as error:
-        raise BadInput(strict_yaml.placed(str(path), error.place, text), error.problem, error.remedy) from error
+        place = strict_yaml.placed(str(path), error.place, strict_yaml.lines(text))
+        raise BadInput(place, error.problem, error.remedy) from error
 
 
 def site_of(found: object) -> Site:

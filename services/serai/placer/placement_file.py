@@ -28,7 +28,7 @@ from serai.placer.demand import BadDemand, LengthSpread, ModelDemand
 from serai.placer.options import Option
 from serai.placer.picture import Fairness, PlanRules
 from serai.runtime.fields import BadInput, Fields
-from serai.runtime.strict_yaml import NotYaml, load, placed
+from serai.runtime.strict_yaml import NotYaml, lines, load, placed
 
 MODELS_MAX = 2_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 500.0, 200.0
@@ -101,7 +101,7 @@ def read_placement(text: str, file: str) -> PlacementFile:
     try:
         return _read(Fields({} if found is None else found, ""))
     except BadInput as error:
-        raise BadInput(placed(file, error.place, text), error.problem, error.remedy) from error
+        raise BadInput(placed(file, error.place, lines(text)), error.problem, error.remedy) from error
 
 
 def _read(top: Fields) -> PlacementFile:

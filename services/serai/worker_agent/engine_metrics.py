@@ -27,7 +27,6 @@ _KV_USED = ("sglang:num_used_tokens", "llamacpp:kv_cache_tokens")
 _KV_SIZE = ("sglang:max_total_num_tokens",)
 _SLOTS = ("sglang:max_running_requests",)
 _KV_SHARE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "llamacpp:kv_cache_usage_ratio")
-_VLLM_CACHE = "vllm:cache_config_info"
 _VLLM_KV_SIZE = "vllm:cache_config_info tokens"
 """Not a metric: the product of two of its labels."""
 

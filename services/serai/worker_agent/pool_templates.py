@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from serai.contracts.placement import Assignment
 from serai.runtime.fields import BadInput, Fields
-from serai.runtime.strict_yaml import NotYaml, load, placed
+from serai.runtime.strict_yaml import NotYaml, lines, load, placed
 from serai.worker_agent.engine.kinds import ENGINES
 
 Word = str | tuple[str, ...]
@@ -125,7 +125,7 @@ def read_templates(text: str, file: str) -> dict[str, Template]:
         read = {name: _template(name, engines.part(name)) for name in engines.names()}
         top.done()
     except BadInput as error:
-        raise BadInput(placed(file, error.place, text), error.problem, error.remedy) from error
+        raise BadInput(placed(file, error.place, lines(text)), error.problem, error.remedy) from error
     return BUILT_IN | read
 
 

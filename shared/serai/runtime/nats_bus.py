@@ -58,7 +58,6 @@ REFUSALS_MAX = 3
 EJECTIONS_MAX, EJECTIONS_WITHIN_S = 5, 60.0
 """A server that throws us out so often means it, or we do something that it cannot bear."""
 _SELF_TEST = "self-test"
-_DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 WRITE_GAP_S = 0.001
 """At most one write per connection in so long for what is not sent `at_once`. A write wakes the server, and the server
 the receiver; on a busy connection these wake-ups cost more than the messages in them, and a millisecond of them share

@@ -4,6 +4,7 @@ each part stands."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -51,12 +52,13 @@ def load(text: str) -> Any:
         raise NotYaml(str(error)) from error
 
 
-def placed(file: str, place: str, text: str) -> str:
-    """File, line and field, for messages; the line is that of `place`, or of the part that it is missing from."""
-    known, found = place, lines(text)
-    while known and known not in found:
+def placed(file: str, place: str, lines_of: Mapping[str, int]) -> str:
+    """File, line and field, for messages; the line is that of `place` by `lines`, or of the part that it is missing
+    from."""
+    known = place
+    while known and known not in lines_of:
         known = known[: max(known.rfind("."), known.rfind("["), 0)]
-    return ": ".join(filter(None, (f"{file}:{found[known]}" if known else file, place)))
+    return ": ".join(filter(None, (f"{file}:{lines_of[known]}" if known else file, place)))
 
 
 def lines(text: str) -> dict[str, int]:
